@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from tests.helpers import warm
 from torchcache2 import set_logger_config
 
 LOGGER = logging.getLogger("torchcache2")
@@ -75,15 +74,6 @@ def test_all_variables_of_the_environment_count_at_import(tmp_path):
     assert file.read_text() == "from an earlier run\n" + done.stderr
 
 
-def test_a_bad_level_in_the_environment_warns_and_falls_back():
-    done = run("-c", SPEAK, TORCHCACHE_LOG_LEVEL="loud")
-    complaint, line = done.stderr.splitlines(keepends=True)
-    assert "WARNING" in complaint
-    assert "'loud'" in complaint
-    assert "DEBUG, INFO, WARNING, ERROR, CRITICAL" in complaint
-    assert re.fullmatch(DEFAULT_LINE, line)
-
-
 LEVELS = [("DEBUG", "debug"), ("debug", "debug"), (" Info ", "info"), ("WARN", "warning")]
 LEVELS += [
     ("WARNING", "warning"),
@@ -128,18 +118,6 @@ def test_a_bad_format_warns_and_is_replaced_by_the_default(capsys, fmt):
     assert line.startswith("[torchcache2] - ")
     assert line.endswith(" - torchcache2 - WARNING - warning")
     assert capsys.readouterr().err == ""
-
-
-def test_the_defaults_are_those_of_torchcache():
-    stream = io.StringIO()
-    set_logger_config(stream=stream)
-    LOGGER.info("careful")
-    LOGGER.warning("careful")
-    assert re.fullmatch(DEFAULT_LINE, stream.getvalue())
-    (handler,) = LOGGER.handlers
-    assert handler.formatter._fmt == ("[torchcache2] - %(asctime)s - %(name)s - %(levelname)s - %(message)s")
-    assert handler.formatter.datefmt == "%Y-%m-%d %H:%M:%S"
-    assert LOGGER.level == logging.WARN
 
 
 def test_code_does_the_same_as_the_environment(monkeypatch, tmp_path):
@@ -226,43 +204,3 @@ def test_the_root_logger_is_left_alone_and_hears_nothing():
         assert len(heard) == 1
     finally:
         root.removeHandler(handler)
-
-
-COUNT = """
-import torch
-from torch import nn
-from torchcache2 import torchcache
-
-class Part(nn.Module):
-    def forward(self, x):
-        print("computed")
-        return x + 1
-
-once = torchcache(probe=False)
-Cached = once(type("Cached", (Part,), {}))
-instance = once(Part())
-
-@once
-def function(x):
-    print("computed")
-    return x + 1
-
-for cached in (Cached(), instance, function):
-    for _ in range(3):
-        assert cached(torch.ones(2, 2)).tolist() == [[2, 2], [2, 2]]
-    stats = cached.cache_instance.stats()
-    print("stats", stats.hits, stats.misses, dict(stats.bypasses))
-"""
-
-
-@pytest.mark.parametrize(
-    ("environ", "calls", "stats"),
-    [({}, 1, "stats 5 1 {}"), ({"TORCHCACHE_DISABLE": "1"}, 3, "stats 0 0 {}")],
-    ids=["enabled", "disabled"],
-)
-def test_one_variable_turns_caching_off(tmp_path, environ, calls, stats):
-    script = tmp_path / "count.py"  # a file: what has no source is warned about
-    script.write_text(COUNT)
-    done = warm.run(script, env=environ)
-    assert done.out.splitlines() == (["computed"] * calls + [stats]) * 3
-    assert done.err == ""

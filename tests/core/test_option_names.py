@@ -79,6 +79,7 @@ def test_only_what_is_near_is_proposed(name, meant):
     text = message("decorator", **{name: 1})
     assert text.startswith(f"unknown option {name!r}")
     assert (f"did you mean {meant}?" in text) if meant else ("did you mean" not in text)
+    assert text.lower().endswith(f"the options are {', '.join(OPTIONS)}")
 
 
 @pytest.mark.parametrize("way", WAYS)

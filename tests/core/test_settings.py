@@ -7,7 +7,6 @@ import sys
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from torchcache2 import CacheSettings, OptionError, TorchcacheError, torchcache
 from torchcache2.core.settings import disabled_by_environment
@@ -183,33 +182,9 @@ def test_a_codec_that_is_not_installed_is_an_error_when_it_is_wanted(monkeypatch
         CacheSettings(**options, compression="blosc2")
 
 
-def test_values_that_options_take():
-    settings = CacheSettings(
-        enabled=False,
-        subsample_count=2,
-        persistent_module_hash="resnet, 2026-11",
-        memory_cache_device=None,
-        cache_dtype=torch.bfloat16,
-        policy="lru",
-        shared_args=["table", "mask", "table"],
-    )
-    assert not settings.enabled
-    assert settings.subsample_count == 2
-    assert settings.persistent_module_hash == "resnet, 2026-11"
-    assert settings.memory_cache_device is None
-    assert settings.cache_dtype is torch.bfloat16
-    assert settings.policy == "lru"
-    assert settings.shared_args == ("mask", "table")
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_every_floating_dtype_can_be_stored(dtype):
     assert CacheSettings(cache_dtype=dtype).cache_dtype is dtype
-
-
-@pytest.mark.parametrize("device", ["cpu", torch.device("cpu")])
-def test_a_device_is_given_by_name_or_as_itself(device):
-    assert CacheSettings(memory_cache_device=device).memory_cache_device == torch.device("cpu")
 
 
 def test_a_device_that_is_not_here_costs_the_cache_and_not_the_run(log):
@@ -226,36 +201,6 @@ def test_a_device_that_is_not_here_costs_the_cache_and_not_the_run(log):
 @pytest.mark.parametrize("collection", [list, tuple, set, frozenset, dict.fromkeys, iter])
 def test_names_of_shared_arguments_come_in_any_collection(collection):
     assert CacheSettings(shared_args=collection(["table", "mask"])).shared_args == ("mask", "table")
-
-
-@pytest.mark.parametrize("options", [{"max_size": 5}, {"policy": "lru", "Extra": True}, {"": 1}], ids=str)
-def test_an_unknown_option_is_an_error_that_lists_the_options(options):
-    unknown = list(options)[-1]
-    known = [field.name for field in dataclasses.fields(CacheSettings)]
-    for call in (
-        lambda: torchcache(**options),
-        lambda: CacheSettings(**options),
-        lambda: CacheSettings().replace(options),
-    ):
-        with pytest.raises(OptionError) as caught:
-            call()
-        assert str(caught.value) == f"unknown option {unknown!r}; the options are {', '.join(known)}"
-
-
-def test_an_option_of_an_instance_is_checked_as_well():
-    @torchcache
-    class Part(nn.Module):
-        def __init__(self, name, value):
-            super().__init__()
-            setattr(self, f"torchcache_{name}", value)
-
-        def forward(self, x):
-            return x + 1
-
-    with pytest.raises(OptionError, match="unknown option 'sise'"):
-        Part("sise", 5)(torch.ones(2, 2))
-    with pytest.raises(OptionError, match="policy='newest': expected 'mru' or 'lru'"):
-        Part("policy", "newest")(torch.ones(2, 2))
 
 
 def test_settings_are_frozen():

@@ -1,6 +1,7 @@
 """A cached forward against the plain one: arguments, outputs, bypasses and errors."""
 
 import collections
+import contextlib
 import copy
 import dataclasses
 import random
@@ -13,9 +14,8 @@ import pytest
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
-from transformers.utils import ModelOutput
 
-from tests.helpers.outputs import Notes, assert_same, cached, note
+from tests.helpers.outputs import Notes, assert_same, bypasses, cached, note, warnings_in
 from torchcache2 import InputError, OutputError, UnhashableArgumentError, torchcache
 
 
@@ -35,12 +35,6 @@ pytree.register_pytree_node(
 class Pair(typing.NamedTuple):
     left: torch.Tensor
     right: torch.Tensor
-
-
-@dataclasses.dataclass
-class Hidden(ModelOutput):
-    last: torch.Tensor | None = None
-    states: tuple | None = None
 
 
 X = torch.arange(24.0).reshape(6, 4)
@@ -68,16 +62,10 @@ OUTPUTS = {
     "list": lambda x: [x, x.sum(1)],
     "dict": lambda x: {"b": x * 2, "a": (x.sum(1), [x > 3])},
     "named tuple": lambda x: Pair(x * 2, x * 3),
-    "model output": lambda x: Hidden(last=x * 2, states=(x, x + 1)),
-    "model output with a gap": lambda x: Hidden(last=x * 2),
     "numbers and texts": lambda x: {"y": x, "n": 3, "f": 2.5, "t": "text é", "b": True, "c": 1j, "z": None},
     "bytes": lambda x: (x, b"\x00\xff", ""),
-    "half": lambda x: x.half(),
-    "bfloat16": lambda x: x.bfloat16(),
-    "double": lambda x: x.double(),
     "complex": lambda x: torch.complex(x, -x),
     "conjugated": lambda x: torch.complex(x, -x).conj(),
-    "bool": lambda x: x > 5,
     "one number an item": lambda x: x.sum(1),
     "no elements": lambda x: x[:, :0],
     "view": lambda x: (x * 2)[:, 1:3],
@@ -177,14 +165,6 @@ def test_hits_that_do_not_stack_or_have_values_of_other_batches_are_computed_aga
         assert_same(function(x), forward(x))
 
 
-def test_rows_of_differing_shape_lie_side_by_side():
-    function = cached(lambda x: torch.cat([x, x], dim=1))
-    for width in (1, 3, 4, 3, 1):
-        x = torch.arange(5.0 * width).reshape(5, width)
-        assert torch.equal(function(x), torch.cat([x, x], dim=1))
-    assert function.sizes == [5, 5, 5]
-
-
 def test_cache_dtype_rounds_hits_and_misses_alike():
     function = cached(lambda x: (x / 3, x.long()), cache_dtype=torch.bfloat16)
     expected = ((X / 3).bfloat16().float(), X.long())
@@ -228,30 +208,6 @@ class Net(nn.Module):
         return self.extra(self.fc(x))
 
 
-def bypasses(module):
-    return dict(module.cache_instance.stats().bypasses)
-
-
-def warnings_of(log):
-    return [record.getMessage() for record in log if record.levelname == "WARNING"]
-
-
-def test_a_trainable_module_is_bypassed_in_grad_mode(log):
-    module = torchcache(Net())
-    for _ in range(2):
-        output = module(X)
-        assert output.requires_grad
-        output.sum().backward()
-    assert bypasses(module) == {"grad": 12}
-    (message,) = warnings_of(log)
-    assert "grad mode is on" in message and "no_grad" in message and message.startswith("Net")
-    with torch.no_grad():
-        module(X)
-        module(X)
-    assert module.cache_instance.stats().hits == 6
-    assert module(X).requires_grad
-
-
 def test_an_input_that_requires_grad_is_bypassed():
     module = torchcache(Net().requires_grad_(False))
     x = X.clone().requires_grad_()
@@ -260,14 +216,6 @@ def test_an_input_that_requires_grad_is_bypassed():
     module(X)
     assert module(X).requires_grad is False
     assert module.cache_instance.stats().hits == 6
-
-
-def test_a_frozen_module_is_cached_in_grad_mode():
-    module = torchcache(Net().requires_grad_(False))
-    head = nn.Linear(3, 1)
-    for _ in range(2):
-        head(module(X)).sum().backward()
-    assert module.cache_instance.stats().hits == 6 and head.weight.grad is not None
 
 
 def test_a_graph_from_elsewhere_is_kept():
@@ -299,7 +247,7 @@ def test_training_mode_with_a_random_part_is_bypassed(name, log):
     module(X)
     module(X)
     assert bypasses(module) == {"training": 12}
-    (message,) = warnings_of(log)
+    (message,) = warnings_in(log)
     assert ".eval()" in message
     module.eval()
     assert torch.equal(module(X), module(X))
@@ -326,6 +274,7 @@ NOISE = {
     "functional dropout": lambda x: nn.functional.dropout(x, 0.5, training=True),
     "python": lambda x: x + random.random(),
     "numpy": lambda x: x + np.random.rand(),
+    "seeded anew": lambda x: torch.manual_seed(0) and x + torch.randn(x.shape),
 }
 
 
@@ -344,7 +293,7 @@ def test_a_random_forward_is_bypassed_and_draws_what_it_would_have(name, log):
     for left, right in zip(run(function), run(forward), strict=True):
         assert torch.equal(left, right)
     assert bypasses(function) == {"random": 16}
-    (message,) = warnings_of(log)
+    (message,) = warnings_in(log)
     assert "random" in message
 
 
@@ -413,17 +362,19 @@ def test_attributes_that_forward_assigns_are_left_out_and_named(log):
     for _ in range(3):
         module(X)
     assert module.calls == 1 and module.cache_instance.stats().hits == 12
-    assert warnings_of(log) == []
+    assert warnings_in(log) == []
     named = [record.getMessage() for record in log if record.levelname == "INFO"]
     assert any("Keeps.calls" in message for message in named)
     assert any("Keeps.kept" in message for message in named)
 
 
-def test_an_input_changed_in_place_is_bypassed():
+@pytest.mark.parametrize("context", [contextlib.nullcontext, torch.inference_mode])
+def test_an_input_changed_in_place_is_bypassed(context):
     function = torchcache(lambda x: x.add_(1) * 2)
     for _ in range(2):
-        x = X.clone()
-        assert torch.equal(function(x), (X + 1) * 2) and torch.equal(x, X + 1)
+        with context():
+            x = X.clone()
+            assert torch.equal(function(x), (X + 1) * 2) and torch.equal(x, X + 1)
     assert bypasses(function) == {"input": 12}
     x = torch.cat([X, X])
     assert torch.equal(function(x), (torch.cat([X, X]) + 1) * 2)
@@ -434,7 +385,6 @@ def test_an_input_changed_in_place_is_bypassed():
     "output, words",
     [
         (object(), "object"),
-        (torch.zeros(6, 2).to_sparse(), "sparse"),
         (2**70, "64 bits"),
         (np.zeros(3), "has shape (3,)"),
     ],
@@ -446,7 +396,7 @@ def test_outputs_that_cannot_be_kept_are_passed_through(output, words, log):
         assert torch.equal(back["y"], batch * 2) and back["o"] is output
     assert function.cache_instance.stats().misses == 0
     assert sum(bypasses(function).values()) == 24
-    (message,) = warnings_of(log)
+    (message,) = warnings_in(log)
     assert words in message and "['o']" in message
 
 
@@ -490,7 +440,7 @@ def test_what_cannot_be_cached_steps_aside_or_is_an_error_if_strict(name, log):
         assert torch.equal(
             torch.as_tensor(call(function)).to_dense(), torch.as_tensor(call(plain)).to_dense()
         )
-    (message,) = warnings_of(log)
+    (message,) = warnings_in(log)
     assert re.search(words, message) and function.cache_instance.stats().bypasses.keys() == {"argument"}
 
 
@@ -501,7 +451,7 @@ def test_an_unregistered_dataclass_with_a_tensor_steps_aside(log):
 
     function = torchcache(lambda item: item.image)
     assert function(Loose(X)) is X
-    assert "Loose, which is not a registered" in warnings_of(log)[0]
+    assert "Loose, which is not a registered" in warnings_in(log)[0]
 
 
 @pytest.mark.parametrize("output", [lambda x: x.sum(), lambda x: {"a": x, "b": x[:2]}, lambda x: x.t()])
@@ -511,7 +461,7 @@ def test_an_output_that_is_not_batched_steps_aside(output, log):
         assert_same(function(batch), output(batch))
     assert function.cache_instance.stats().memory_rows == 0
     assert function.cache_instance.stats().bypasses == {"output": 18}
-    assert re.search(r"output.*shape.*for a batch of 6", warnings_of(log)[0])
+    assert re.search(r"output.*shape.*for a batch of 6", warnings_in(log)[0])
     with pytest.raises(OutputError, match=r"output.*shape.*for a batch of 6"):
         torchcache(strict=True)(output)(X)
 
@@ -551,17 +501,6 @@ def test_the_callers_thread_is_the_one_that_computes():
     assert threads == [threading.get_ident()]
 
 
-@pytest.mark.cpu_only
-def test_autocast_has_rows_of_its_own():
-    module = torchcache(Net().requires_grad_(False))
-    plain = module(X)
-    with torch.autocast("cpu", torch.bfloat16):
-        low = module(X)
-        assert low.dtype == torch.bfloat16 and torch.equal(module(X), low)
-    assert torch.equal(module(X), plain)
-    assert module.cache_instance.stats().misses == 12
-
-
 def test_the_environment_turns_caching_off(monkeypatch):
     function = cached(lambda x: x * 2)
     monkeypatch.setenv("TORCHCACHE_DISABLE", "1")
@@ -571,15 +510,6 @@ def test_the_environment_turns_caching_off(monkeypatch):
     function(X)
     function(X)
     assert function.sizes == [6, 6, 6]
-
-
-def test_persistent_module_hash_replaces_the_namespace():
-    first = torchcache(persistent_module_hash="mine")(Net().requires_grad_(False))
-    second = torchcache(persistent_module_hash="mine")(nn.Identity())
-    assert first.cache_instance.module_hash == second.cache_instance.module_hash
-    before = first(X)
-    first.fc.weight.mul_(2)
-    assert torch.equal(first(X), before)
 
 
 def test_a_forward_that_sets_itself_up_does_so_once():
@@ -676,4 +606,4 @@ def test_a_batch_of_one_number_that_a_slice_with_steps_has_left(path, log):
     function.cache_instance.flush()
     stats = function.cache_instance.stats()
     assert (stats.hits, stats.misses, stats.faults) == (3, 2, 0)
-    assert [record.getMessage() for record in log if record.levelname == "WARNING"] == []
+    assert warnings_in(log) == []

@@ -7,7 +7,6 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from transformers import BatchEncoding
 
 from torchcache2 import torchcache
@@ -208,26 +207,6 @@ def test_a_single_text_beside_a_batch_belongs_to_all_of_it():
 
 
 # Lists of images.
-
-PIXELS = [np.full((8, 8, 3), place, np.uint8) for place in range(6)]
-IMAGES = {
-    "arrays": PIXELS,
-    "tensors": [torch.from_numpy(image) for image in PIXELS],
-    "pictures": [Image.fromarray(image) for image in PIXELS],
-    "read-only arrays": [np.frombuffer(image.tobytes(), np.uint8).reshape(8, 8, 3) for image in PIXELS],
-}
-
-
-@pytest.mark.parametrize("name", IMAGES)
-def test_images_of_one_shape_are_items(name):
-    def plain(images):
-        return torch.from_numpy(np.stack([np.asarray(image, "f4") for image in images])).mean((1, 2))
-
-    function = torchcache(item_args="images")(plain)
-    for order in ORDERS:
-        given = copy.deepcopy(chosen(IMAGES[name], order))
-        assert torch.equal(function(given), plain(given))
-    assert (stats(function).misses, stats(function).bypasses) == (6, {})
 
 
 # Modules, tokenizers and functions as arguments.

@@ -103,11 +103,3 @@ def test_caches_with_one_folder_share_their_tiers(path):
 def test_copies_of_settings_keep_what_was_not_said(again, path):
     assert again(CacheSettings()).replace({"persistent_cache_dir": path}).is_persistent
     assert not again(CacheSettings(persistent_cache_dir=path)).replace({"persistent": False}).is_persistent
-
-
-def test_cache_dir_is_a_path(path):
-    for options, folder in (({"persistent_cache_dir": str(path)}, path), ({"persistent": True}, None)):
-        module = make(**options)
-        assert isinstance(module.cache_instance.cache_dir, Path)
-        assert folder is None or module.cache_instance.cache_dir == folder
-        module.cache_instance.close()

@@ -15,21 +15,6 @@ X = torch.arange(12.0).view(4, 3)
 DUPLICATES = torch.cat([X[:2], X[:2]])
 
 
-def test_state_changes_once_for_a_batch_with_duplicates():
-    class Halving(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(3), requires_grad=False)
-
-        def forward(self, x):
-            return x * self.weight.mul_(0.5)
-
-    plain, cached = Halving(), torchcache(Halving())
-    for _ in range(2):
-        assert torch.equal(cached(DUPLICATES), plain(DUPLICATES))
-        assert torch.equal(cached.weight, plain.weight)
-
-
 CHANGES = {
     "list": (lambda x, found: found.append(len(x)), [1]),
     "array": (lambda x, table: np.add(table, 1, out=table), np.zeros(3)),

@@ -46,15 +46,14 @@ def expected(x, scale=2.0):
     return x * scale + 1
 
 
-def case(ranks=4, seconds=6.0, more=0, daily=True):
-    """Mark a case for so many ranks, or all if there are fewer; one that is not `daily` runs with SOAK only.
+def case(ranks=4, seconds=6.0, more=0):
+    """Mark a case for so many ranks, or all if there are fewer.
 
     Its process group waits so many seconds for a rank, and there may be more such groups.
     """
 
     def marked(function):
-        if daily or SOAK:
-            _CASES.append((function, min(ranks, int(os.environ["WORLD_SIZE"])), seconds, 1 + more))
+        _CASES.append((function, min(ranks, int(os.environ["WORLD_SIZE"])), seconds, 1 + more))
         return function
 
     return marked

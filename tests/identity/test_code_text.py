@@ -5,34 +5,20 @@
 import __future__
 
 import ast
-import importlib
-import importlib.util
 import linecache
-import logging
 import os
-import sys
 
 import pytest
 import torch
 
+from tests.helpers.outputs import namespace, warnings_in
 from torchcache2 import torchcache
 from torchcache2.identity.sourcecode import CompiledTexts, function_source
 
 X = torch.rand(2, 3, generator=torch.Generator().manual_seed(3))
 
 
-@pytest.fixture(autouse=True)
-def _without_grad():
-    with torch.no_grad():
-        yield
-
-
-def warnings_in(log):
-    return [record.getMessage() for record in log if record.levelno >= logging.WARNING]
-
-
-def namespace(thing):
-    return torchcache(thing).cache_instance.module_hash
+pytestmark = pytest.mark.usefixtures("without_grad")
 
 
 def written(path, text):
@@ -41,19 +27,6 @@ def written(path, text):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     os.utime(path, (later, later))
-
-
-@pytest.fixture
-def load(monkeypatch):
-    def load(path, name="model"):
-        spec = importlib.util.spec_from_file_location(name, path)
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, name, module)
-        monkeypatch.setattr(sys, "dont_write_bytecode", True)
-        spec.loader.exec_module(module)
-        return module
-
-    return load
 
 
 KINDS = {
@@ -98,31 +71,17 @@ def test_the_new_text_of_an_edited_file_never_gets_the_old_codes_namespace(name,
         ("return 'a' in {'a', 'b'}", "return 'a' in {'a', 'c'}"),
         ("return f(y=1)", "return f(z=1)"),
         ("y = x; return y", "x = x; return x"),
+        ("return x * 2", "return x * 9\n\ndef model(x):\n    return x * 2"),  # it has moved
+        ("return x  # one", "return x  # another"),
     ],
 )
-def test_small_edits_are_seen(old, new, load, tmp_path):
-    path = tmp_path / "model.py"
-    written(path, f"def model(x):\n    {old}\n")
+def test_small_edits_are_seen_and_comments_are_none(old, new, load, tmp_path):
+    path, texts = tmp_path / "model.py", [f"def model(x):\n    {body}\n" for body in (old, new)]
+    written(path, texts[0])
     function = load(path).model
-    assert function_source(function, CompiledTexts()) is not None
-    written(path, f"def model(x):\n    {new}\n")
-    assert function_source(function, CompiledTexts()) is None
-
-
-def test_a_function_that_has_moved_in_its_file_is_not_taken_for_what_stands_there_now(load, tmp_path):
-    path, text = tmp_path / "model.py", "def model(x):\n    return x * 2\n"
-    written(path, text)
-    function = load(path).model
-    written(path, "def other(x):\n    return x * 9\n\n" + text)
-    assert function_source(function, CompiledTexts()) is None
-
-
-def test_a_comment_that_is_edited_leaves_the_function_readable(load, tmp_path):
-    path = tmp_path / "model.py"
-    written(path, "def model(x):\n    return x * 2  # one\n")
-    function = load(path).model
-    written(path, "def model(x):\n    return x * 2  # another\n")
-    assert function_source(function, CompiledTexts()) == "def model(x):\n    return x * 2  # another\n"
+    assert function_source(function, CompiledTexts()) == texts[0]
+    written(path, texts[1])
+    assert function_source(function, CompiledTexts()) == (texts[1] if "another" in new else None)
 
 
 @pytest.mark.parametrize(
@@ -254,13 +213,13 @@ def test_a_module_whose_file_was_edited_after_it_was_imported(which, text, load,
     for edit in (False, True):
         for name, content in texts.items():
             written(tmp_path / f"{name}.py", content)
-            load(tmp_path / f"{name}.py", name)
+            load(tmp_path / f"{name}.py")
         written(tmp_path / "model.py", text)
         if edit:
             written(tmp_path / f"{which}.py", texts[which].replace("2", "3"))
         found.append(namespace(load(tmp_path / "model.py").model))
     for name in texts:
-        load(tmp_path / f"{name}.py", name)
+        load(tmp_path / f"{name}.py")
     found.append(namespace(load(tmp_path / "model.py").model))
     assert len(set(found)) == 3
     name = "helper.g" if which == "helper" else "deeper.f"
@@ -272,10 +231,10 @@ def test_a_number_that_was_edited_after_its_module_was_imported(load, tmp_path):
     path, text = tmp_path / "helper.py", "SCALE = 2\n"
     written(tmp_path / "model.py", "def model(x):\n    import helper\n    return x * helper.SCALE\n")
     written(path, text)
-    load(path, "helper")
+    load(path)
     written(path, "SCALE = 3\n")
     stale = namespace(load(tmp_path / "model.py").model)
-    load(path, "helper")
+    load(path)
     assert namespace(load(tmp_path / "model.py").model) != stale
 
 
@@ -284,13 +243,13 @@ def test_an_edit_that_leaves_size_and_time_of_the_file_alone(load, tmp_path):
     path, found = tmp_path / "helper.py", []
     written(tmp_path / "model.py", "def model(x):\n    import helper\n    return helper.g(x)\n")
     written(path, "def g(x):\n    return x * 2\n")
-    load(path, "helper")
+    load(path)
     found.append(namespace(load(tmp_path / "model.py").model))
     before = path.stat()
     path.write_text("def g(x):\n    return x * 3\n")
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     found.append(namespace(load(tmp_path / "model.py").model))
-    load(path, "helper")
+    load(path)
     found.append(namespace(load(tmp_path / "model.py").model))
     assert found[0] == found[1] != found[2]
 
@@ -298,7 +257,7 @@ def test_an_edit_that_leaves_size_and_time_of_the_file_alone(load, tmp_path):
 def test_a_module_whose_file_is_gone_is_unreadable(load, tmp_path, log):
     written(tmp_path / "model.py", "import helper\ndef model(x):\n    h = helper\n    return h.g(x)\n")
     written(tmp_path / "helper.py", "def g(x):\n    return x * 2\n")
-    load(tmp_path / "helper.py", "helper")
+    load(tmp_path / "helper.py")
     (tmp_path / "helper.py").unlink()
     namespace(load(tmp_path / "model.py").model)
     assert "this process only" in warnings_in(log)[0]
@@ -308,11 +267,11 @@ def test_an_installed_file_that_was_edited_after_it_was_imported(load, tmp_path,
     path = tmp_path / "site-packages" / "written_one.py"
     text = "from torch import nn\nclass Net(nn.Module):\n    def forward(self, x):\n        return x * 2\n"
     written(path, text)
-    old = load(path, "written_one").Net
+    old = load(path).Net
     before = namespace(old())
     assert warnings_in(log) == []
     written(path, text.replace("2", "3"))
     stale = namespace(old())
     assert len(warnings_in(log)) == 1
-    new = load(path, "written_one").Net
+    new = load(path).Net
     assert len({before, stale, namespace(new())}) == 3

@@ -2,15 +2,12 @@
 
 import copy
 import functools
-import importlib.util
 import io
 import json
-import logging
 import os
 import pathlib
 import pickle
 import re
-import sys
 import textwrap
 from unittest import mock
 
@@ -19,32 +16,12 @@ import torch
 from torch import nn
 
 from tests.helpers import warm, zoo
+from tests.helpers.outputs import namespace as hash_of
+from tests.helpers.outputs import warnings_in
 from tests.helpers.pairs import CODE, MODULES, PRELUDE, VALUES, Relay, holder, layer, times
 from torchcache2 import Cache, torchcache
 
-
-@pytest.fixture(autouse=True)
-def _without_grad():
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def load(tmp_path, monkeypatch):
-    """Write a Python file and import it; two files may have one name."""
-
-    def load(name, source):
-        folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        folder.mkdir()
-        path = folder / f"{name}.py"
-        path.write_text(source)
-        spec = importlib.util.spec_from_file_location(name, path)
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, name, module)
-        spec.loader.exec_module(module)
-        return module
-
-    return load
+pytestmark = pytest.mark.usefixtures("without_grad")
 
 
 def seeded(build):
@@ -55,11 +32,6 @@ def seeded(build):
 def namespace_of(cached):
     """The namespace of something decorated, which lives at least until then."""
     return cached.cache_instance.module_hash
-
-
-def hash_of(thing):
-    """The namespace of a module or function that is not decorated yet."""
-    return namespace_of(torchcache(thing))
 
 
 def in_one_budget(*things):
@@ -93,10 +65,6 @@ def assert_apart(build_first, build_second, x):
     assert hash_of(seeded(build_first)) != hash_of(seeded(build_second))
 
 
-def warnings_in(log):
-    return [record.getMessage() for record in log if record.levelno >= logging.WARNING]
-
-
 @pytest.mark.parametrize(("first", "second"), VALUES.values(), ids=VALUES)
 def test_modules_with_different_attributes_are_apart(first, second, log):
     assert_apart(lambda: holder(first), lambda: holder(second), torch.rand(3, 2))
@@ -120,41 +88,6 @@ def test_code_that_differs_a_little_is_apart(source, load, log):
     first, second = (load(f"written_{i}", PRELUDE + text) for i, text in enumerate(texts))
     assert_apart(first.build, second.build, torch.rand(5, 4))
     assert warnings_in(log) == []
-
-
-# Ways to reach HERE in another file; each with the text of that file.
-
-
-# How a function reaches a file of its package, or beside it, that is imported during the first call.
-LATE = {
-    "module": "import config\n    return x * config.SCALE",
-    "name": "from config import SCALE\n    return x * SCALE",
-    "module of the package": "from . import config\n    return x * config.SCALE",
-    "name in the package": "from .config import SCALE\n    return x * SCALE",
-    "absolute": "from written_package.config import SCALE\n    return x * SCALE",
-    "submodule": "from written_package import config\n    return x * config.SCALE",
-}
-
-
-@pytest.mark.parametrize("text", LATE.values(), ids=LATE)
-def test_a_file_that_is_imported_during_the_first_call_counts(text, tmp_path, monkeypatch):
-    hashes, x = [], torch.ones(2)
-    for scale in (2, 3):
-        package = tmp_path / f"folder {scale}" / "written_package"
-        package.mkdir(parents=True)
-        (package / "__init__.py").touch()
-        for folder in (package, package.parent):
-            (folder / "config.py").write_text(f"SCALE = {scale}\n")
-        (package / "model.py").write_text(f"def model(x):\n    {text}\n")
-        with monkeypatch.context() as patch:
-            patch.syspath_prepend(package.parent)
-            model = torchcache(importlib.import_module("written_package.model").model)
-            for _ in range(2):
-                assert equal(model(x), x * scale)
-                hashes.append(namespace_of(model))
-            for name in [name for name in sys.modules if name.startswith(("written_package", "config"))]:
-                del sys.modules[name]
-    assert hashes[0] == hashes[1] != hashes[2] == hashes[3]
 
 
 @torchcache
@@ -262,15 +195,11 @@ def test_indentation_does_not_count(load):
     assert hash_of(files[0].Net()) == hash_of(files[1].Net())
 
 
-OPTIONS = [
-    {"policy": "lru"},
-    {"max_memory_cache_size": 10},
-    {"memory_cache_device": None},
-    {"subsample_count": 5},
-]
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"policy": "lru"}, {"max_memory_cache_size": 10}, {"memory_cache_device": None}, {"subsample_count": 5}],
+    ids=str,
+)
 def test_options_of_a_decorated_instance_do_not_count(options):
     assert namespace_of(torchcache(**options)(seeded(layer))) == hash_of(seeded(layer))
 

@@ -1,7 +1,6 @@
 """Memos: dicts that a method only fills with what it computes from its argument do not count."""
 
 import json
-import random
 
 import pytest
 import torch
@@ -11,13 +10,9 @@ from tests.helpers.outputs import hits
 from torchcache2 import torchcache
 
 X = torch.ones(3, 2)
-FACTOR = [2.0]
 
 
-@pytest.fixture(autouse=True)
-def _without_grad():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("without_grad")
 
 
 def get_pairs(word):
@@ -216,237 +211,102 @@ class Plain(Base):
         return size
 
 
-class CountsEntries(Base):
-    def of(self, key):
-        if key in self.memo:
-            return self.memo[key]
-        size = len(self.memo)
-        self.memo[key] = size
-        return size
-
-
-class ReadsAnother(Base):
-    def of(self, key):
-        if key in self.memo:
-            return self.memo[key]
-        size = self.memo.get(key[:-1], 0) + 1
-        self.memo[key] = size
-        return size
-
-
-class ReturnsAnother(Base):
-    def of(self, key):
-        if key in self.memo:
-            return self.memo[key]
-        size = len(key)
-        self.memo[key] = size
-        return size + 1
-
-
-class Rebinds(Base):
-    def of(self, key):
-        if key in self.memo:
-            return self.memo[key]
-        size = len(key)
-        key = key[0]
-        self.memo[key] = size
-        return size
-
-
-class ReadsGlobal(Base):
-    def of(self, key):
-        if key in self.memo:
-            return self.memo[key]
-        size = int(FACTOR[0]) * len(key)
-        self.memo[key] = size
-        return size
-
-
-class Draws(Base):
-    def of(self, key):
-        if key in self.memo:
-            return self.memo[key]
-        size = random.randrange(9)
-        self.memo[key] = size
-        return size
-
-
-class Counts(Base):
-    calls = 0
-
-    def of(self, key):
-        if key in self.memo:
-            return self.memo[key]
-        self.calls += 1
-        size = self.calls
-        self.memo[key] = size
-        return size
-
-
-class CallsOther(Base):
-    def of(self, key):
-        if key in self.memo:
-            return self.memo[key]
-        size = self.size_of(key)
-        self.memo[key] = size
-        return size
-
-    def size_of(self, key):
-        return len(key)
-
-
-class Iterates(Plain):
-    def __call__(self, text):
-        return range(super().of(text) + len(list(self.memo)))
-
-
-class HandsOut(Plain):
-    def __call__(self, text):
-        return range(self.of(text) + len(getattr(self, "memo")))  # noqa: B009
-
-
-class Overrides(Plain):
-    def of(self, key):
-        return super().of(key) + len(self.memo)
-
-
-class Default(Base):
-    def of(self, key, seen=[]):  # noqa: B006
-        if key in self.memo:
-            return self.memo[key]
-        size = len(seen)
-        self.memo[key] = size
-        return size
-
-
-def counting(word, seen=[]):  # noqa: B006
+KIND = """
+import random
+FACTOR = [2.0]
+def counting(word, seen=[]):
     seen.append(word)
     return len(seen)
-
-
-class CallsImpure(Base):
-    def of(self, key):
-        if key in self.memo:
-            return self.memo[key]
-        size = counting(key)
-        self.memo[key] = size
-        return size
-
-
-class Mutable(Base):
-    def of(self, key):
-        if key in self.memo:
-            return self.memo[key]
-        size = [len(key)]
-        self.memo[key] = size
-        return size
-
-    def __call__(self, text):
-        sizes = self.of(text)
-        sizes.append(0)
-        return range(sizes[0] + len(sizes) - 2)
-
-
-class Numbers(Base):
-    def of(self, key):
-        if key in self.memo:
-            return self.memo[key]
-        size = len(str(key))
-        self.memo[key] = size
-        return size
-
-    def __call__(self, text):
-        return range(self.of(len(text) == 1 or 1.0))
-
-
-class Shared(Plain):
-    def __init__(self):
-        super().__init__()
-        self.other = self.memo
-
-    def __call__(self, text):
-        return range(self.of(text) + len(self.other))
-
-
-class Property(Plain):
-    def __init__(self):
-        vars(self).update(memo={}, scale=1)
-
-    @property
-    def memo(self):
-        return vars(self)["memo"]
-
-
-class Sets(Scaling):
-    def __call__(self, text):
-        self.scale = len(text)
-        size = self.of(text[0])
-        self.scale = 1
-        return range(size)
-
-
-class Setter(Scaling):
-    def __call__(self, text):
-        setattr(self, "scale", len(text))  # noqa: B010
-        size = self.of(text[0])
-        setattr(self, "scale", 1)  # noqa: B010
-        return range(size)
-
-
-class Transient(Base):
-    def __init__(self):
-        super().__init__()
-        self.sizes = {}
-
-    def of(self, key):
-        if key in self.memo:
-            return self.memo[key]
-        size = self.sizes.get(key, len(key))
-        self.memo[key] = size
-        return size
-
-    def __call__(self, text):
-        self.sizes[text[0]] = len(text)
-        size = self.of(text[0])
-        del self.sizes[text[0]]
-        return range(size)
-
-
 class Instance(dict):
     def __contains__(self, key):
         return len(self) > 1 and super().__contains__(key)
-
-
-class OwnDict(Plain):
+class Kind:
+    calls = 0
     def __init__(self):
-        super().__init__()
-        self.memo = Instance()
+        self.scale, self.sizes = 1, {}
+        {init}
+    def __call__(self, text):
+        {call}
+    def of(self, key{more}):
+        if key in self.memo:
+            return self.memo[key]
+        {compute}
+        self.memo[key] = size
+        return {result}
+{methods}
+"""
+USUAL = {"init": "self.memo = {}", "call": "return range(self.of(text))", "more": "", "methods": ""}
+USUAL |= {"compute": "size = len(key)", "result": "size"}
+SCALED = "size = self.scale * len(key)"
+KINDS = {
+    "counts entries": {"compute": "size = len(self.memo)"},
+    "reads another": {"compute": "size = self.memo.get(key[:-1], 0) + 1"},
+    "returns another": {"result": "size + 1"},
+    "rebinds": {"compute": "size = len(key)\nkey = key[0]"},
+    "reads a global": {"compute": "size = int(FACTOR[0]) * len(key)"},
+    "draws": {"compute": "size = random.randrange(9)"},
+    "counts": {"compute": "self.calls += 1\nsize = self.calls"},
+    "calls another method": {
+        "compute": "size = self.size_of(key)",
+        "methods": "    def size_of(self, key):\n        return len(key)",
+    },
+    "iterates": {"call": "return range(self.of(text) + len(list(self.memo)))"},
+    "hands out": {"call": "return range(self.of(text) + len(getattr(self, 'memo')))"},
+    "overrides": {
+        "methods": "class Kind(Kind):\n    def of(self, key):\n"
+        "        return super().of(key) + len(self.memo)",
+    },
+    "default": {"more": ", seen=[]", "compute": "size = len(seen)"},
+    "calls what is impure": {"compute": "size = counting(key)"},
+    "mutable": {
+        "compute": "size = [len(key)]",
+        "call": "sizes = self.of(text)\nsizes.append(0)\nreturn range(sizes[0] + len(sizes) - 2)",
+    },
+    "numbers": {"compute": "size = len(str(key))", "call": "return range(self.of(len(text) == 1 or 1.0))"},
+    "shared": {
+        "init": "self.memo = self.other = {}",
+        "call": "return range(self.of(text) + len(self.other))",
+    },
+    "property": {
+        "init": "vars(self).update(memo={})",
+        "methods": "    @property\n    def memo(self):\n        return vars(self)['memo']",
+    },
+    "sets": {
+        "compute": SCALED,
+        "call": "self.scale = len(text)\nsize = self.of(text[0])\nself.scale = 1\nreturn range(size)",
+    },
+    "sets by name": {
+        "compute": SCALED,
+        "call": "setattr(self, 'scale', len(text))\nsize = self.of(text[0])\nsetattr(self, 'scale', 1)\n"
+        "return range(size)",
+    },
+    "transient": {
+        "compute": "size = self.sizes.get(key, len(key))",
+        "call": "self.sizes[text[0]] = len(text)\nsize = self.of(text[0])\ndel self.sizes[text[0]]\n"
+        "return range(size)",
+    },
+    "own dict": {"init": "self.memo = Instance()"},
+}
 
 
-KINDS = [
-    *(CountsEntries, ReadsAnother, ReturnsAnother, Rebinds, ReadsGlobal, Draws, Counts, CallsOther, Iterates),
-    *(
-        HandsOut,
-        Overrides,
-        Default,
-        CallsImpure,
-        Mutable,
-        Numbers,
-        Shared,
-        Property,
-        Sets,
-        Setter,
-        Transient,
-        OwnDict,
-    ),
-]
+def made(load, parts):
+    text = KIND
+    for name, part in (USUAL | parts).items():
+        text = text.replace(f"{{{name}}}", part if name == "methods" else part.replace("\n", "\n        "))
+    return cached(load("kind_of_test", text).Kind())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_dict_that_may_be_more_than_a_memo_counts(kind):
-    module = cached(kind())
+@pytest.mark.parametrize("name", KINDS)
+def test_a_dict_that_may_be_more_than_a_memo_counts(name, load):
+    module = made(load, KINDS[name])
     module(X, ["ab", "c", "abc"])
     assert {"state", "random"} & module.cache_instance.stats().bypasses.keys()
+
+
+def test_the_usual_kind_is_a_memo(load):
+    module = made(load, {})
+    module(X, ["ab", "c", "abc"])
+    assert module.cache_instance.stats().bypasses == {}
 
 
 @pytest.mark.parametrize("kind", [Plain, Scaling])

@@ -17,21 +17,14 @@ import torch
 from torch import nn
 
 from tests.helpers import stable, warm
+from tests.helpers.outputs import namespace as named
+from tests.helpers.outputs import warnings_in
 from tests.helpers.stable import Net, Outer, Thing, holding, plain
 from torchcache2 import torchcache
 from torchcache2.identity.libraries import ScriptState
 
 TRACED = "ignore:.*torch.jit"
 X = torch.rand(4, 3)
-
-
-def named(module):
-    """The namespace of a module now."""
-    return torchcache(module).cache_instance.module_hash
-
-
-def warnings_of(log):
-    return [record.getMessage() for record in log if record.levelno >= logging.WARNING]
 
 
 @pytest.fixture(scope="module")
@@ -53,25 +46,6 @@ def test_another_process_finds_the_namespace(name, processes):
 
 
 # What is left out.
-
-
-@pytest.fixture
-def installed(tmp_path, monkeypatch):
-    """Makes installed packages out of texts."""
-    place = tmp_path / "site-packages"
-    place.mkdir()
-    monkeypatch.syspath_prepend(place)
-
-    def make(name, text):
-        (place / f"{name}.py").write_text(text)
-        monkeypatch.delitem(sys.modules, name, raising=False)
-        importlib.invalidate_caches()
-        module = importlib.import_module(name)
-        del sys.modules[name]  # so that it goes with the test
-        monkeypatch.setitem(sys.modules, name, module)
-        return module
-
-    return make
 
 
 CONFIGS = """
@@ -348,7 +322,7 @@ def test_an_exported_program_is_cached_and_its_weights_are_watched(log):
     with torch.no_grad():
         module.offset.add_(1)
     torch.testing.assert_close(module(X[:2]), expected + 1)
-    assert warnings_of(log) == []
+    assert warnings_in(log) == []
 
 
 @pytest.mark.filterwarnings(
@@ -367,7 +341,7 @@ def test_quantized_graphs(log):
             return Outer(quantize_fx.convert_fx(prepared))
 
     assert named(make(1)) == named(make(1)) != named(make(2))
-    assert [text for text in warnings_of(log) if "cannot read" in text] == []
+    assert [text for text in warnings_in(log) if "cannot read" in text] == []
 
 
 # Scripted and compiled children.
@@ -397,7 +371,7 @@ def test_edits_of_a_scripted_child_are_noticed(log):
         for one in (module.inner, net):
             change(one)
         right()
-    assert warnings_of(log) == [] and module.cache_instance.stats().hits == 5 * len(X)
+    assert warnings_in(log) == [] and module.cache_instance.stats().hits == 5 * len(X)
 
 
 def test_a_list_of_a_scripted_module_that_becomes_shorter_is_noticed():
@@ -465,13 +439,13 @@ def test_scripted_code_and_constants_count(log):
     net.layer.weight.data[0, 0] += 1e-6  # less than what is printed
     second = torch.jit.freeze(torch.jit.script(net))
     assert named(Outer(first)) != named(Outer(second))
-    assert warnings_of(log) == []
+    assert warnings_in(log) == []
 
 
 @pytest.mark.filterwarnings(TRACED)
 def test_scripted_code_that_calls_python_is_unreadable(log):
     names = {named(Outer(torch.jit.script(Ignoring()))) for _ in range(2)}
-    assert len(names) == 2 and all("cannot read" in text for text in warnings_of(log))
+    assert len(names) == 2 and all("cannot read" in text for text in warnings_in(log))
 
 
 @pytest.mark.filterwarnings(TRACED)
@@ -543,14 +517,14 @@ def test_each_threads_content_counts(log):
         STATE.scale = scale
         found[scale] = [module(X), module(X)]
 
-    assert torch.equal(module(X), X) and warnings_of(log) == []
+    assert torch.equal(module(X), X) and warnings_in(log) == []
     for scale in (2, 3, 2):
         thread = threading.Thread(target=run, args=(scale,))
         thread.start()
         thread.join()
         assert all(torch.equal(y, X * scale) for y in found[scale])
     assert torch.equal(module(X), X)
-    assert len(warnings_of(log)) == 1 and "cannot read STATE" in warnings_of(log)[0]
+    assert len(warnings_in(log)) == 1 and "cannot read STATE" in warnings_in(log)[0]
 
 
 class Mine(threading.local):
@@ -588,7 +562,7 @@ UNREADABLE = {
 @pytest.mark.parametrize("name", UNREADABLE)
 def test_what_is_fleeting_is_unreadable(name, log):
     assert named(holding(UNREADABLE[name]())) != named(holding(UNREADABLE[name]()))
-    assert all("cannot read" in text for text in warnings_of(log)) and warnings_of(log)
+    assert all("cannot read" in text for text in warnings_in(log)) and warnings_in(log)
 
 
 def test_the_same_of_an_installed_package_is_not(installed, log):
@@ -598,7 +572,7 @@ def test_the_same_of_an_installed_package_is_not(installed, log):
     )
     value = made.Made()
     value.kept.state = object()
-    assert named(holding(value)) == named(holding(made.Made())) and warnings_of(log) == []
+    assert named(holding(value)) == named(holding(made.Made())) and warnings_in(log) == []
 
 
 def test_a_weak_container_that_fills_is_noticed(log):
@@ -606,4 +580,4 @@ def test_a_weak_container_that_fills_is_noticed(log):
     module = torchcache(holding(container))
     before = module.cache_instance.module_hash
     kept(container, Thing(1))
-    assert module.cache_instance.module_hash != before and len(warnings_of(log)) == 1
+    assert module.cache_instance.module_hash != before and len(warnings_in(log)) == 1

@@ -17,10 +17,7 @@ from torchcache2 import CachedDataset, NotCachedError, torchcache
 X = torch.arange(12.0).view(4, 3)
 
 
-@pytest.fixture(autouse=True)
-def _without_grad():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("without_grad")
 
 
 def imported():

@@ -4,8 +4,6 @@ import argparse
 import collections
 import copy
 import dataclasses
-import importlib
-import linecache
 import os
 import random
 import sys
@@ -22,10 +20,7 @@ SOAK = bool(os.environ.get("SOAK"))
 X = torch.arange(1.0, 9.0).view(4, 2)
 
 
-@pytest.fixture(autouse=True)
-def _without_grad():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("without_grad")
 
 
 def stats(module):
@@ -158,47 +153,46 @@ EDITS = [
 ]
 
 
-def made(tmp_path, text, name):
-    file = tmp_path / f"{name}.py"
-    file.write_text(text)
-    linecache.checkcache(str(file))
-    spec = importlib.util.spec_from_file_location(name, file)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def check(load, text, edit=lambda module, twin: None, *, probe=False):
+    """A cached `Net` gives what a plain one gives, before edits, between them, and afterwards."""
+    twins = [load("twin_of_test", text) for _ in range(2)]
+    plain, below = (twin.Net().eval() for twin in twins)
+    cached = torchcache(below, probe=probe)
+    for _ in range(2):
+        for x in (torch.cat([X[:2], X[:2]]), X, X, X + 1, X):
+            assert torch.equal(cached(x), plain(x))
+        for module, twin in zip((plain, below), twins, strict=True):
+            edit(module, twin)
+    assert torch.equal(cached(X), plain(X))
 
 
-def check_random_code(tmp_path, seed):
+def check_random_code(load, seed):
     rng = random.Random(seed)
     text = HEAD + written(rng, "Child", False) + written(rng, "Parent", True)
-    twins = [made(tmp_path, text, f"random_{seed}_{which}") for which in ("plain", "cached")]
+    twins = [load(f"random_{seed}", text) for _ in range(2)]
     plain, below = (twin.Parent(twin.Child()) for twin in twins)
     cached = torchcache(below, probe=False) if rng.random() < 0.5 else torchcache(below)
-    try:
-        for turn in range(8):
-            expected = plain(X)
-            found = cached(X)
-            assert torch.equal(found, expected), f"{text}\nseed {seed}, turn {turn}"
-            if turn % 2:
-                edit = rng.choice(EDITS).format(
-                    a=rng.choice("ab"), c=rng.choice("cd"), n=rng.choice("mn"), f=rng.choice("fg"),
-                    g=rng.choice("GH"), l=rng.choice("LM"), v=rng.choice("VW"), x=float(rng.randint(1, 9)),
-                )  # fmt: skip
-                whose = rng.choice(["parent", "child"])
-                for module, twin in ((plain, twins[0]), (below, twins[1])):
-                    scope = {"m": module if whose == "parent" else module.child, "mod": twin, "types": types}
-                    exec(edit, scope)
-    finally:
-        for twin in twins:
-            del sys.modules[twin.__name__]
+    for turn in range(8):
+        expected = plain(X)
+        found = cached(X)
+        assert torch.equal(found, expected), f"{text}\nseed {seed}, turn {turn}"
+        if turn % 2:
+            edit = rng.choice(EDITS).format(
+                a=rng.choice("ab"), c=rng.choice("cd"), n=rng.choice("mn"), f=rng.choice("fg"),
+                g=rng.choice("GH"), l=rng.choice("LM"), v=rng.choice("VW"), x=float(rng.randint(1, 9)),
+            )  # fmt: skip
+            whose = rng.choice(["parent", "child"])
+            for module, twin in ((plain, twins[0]), (below, twins[1])):
+                scope = {"m": module if whose == "parent" else module.child, "mod": twin, "types": types}
+                exec(edit, scope)
     return stats(cached)
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_whatever_random_code_reads_is_noticed(part, tmp_path):
+def test_whatever_random_code_reads_is_noticed(part, load):
     hits = bypassed = 0
     for seed in range(part, 100 if SOAK else 60, 4):
-        found = check_random_code(tmp_path, seed)
+        found = check_random_code(load, seed)
         hits += found.hits
         bypassed += sum(found.bypasses.values())
     assert hits > 10 and bypassed > 10, "both what counts and what does not is tested"
@@ -255,7 +249,7 @@ class Noting(nn.Module):
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_what_is_only_written_is_no_obstacle(name, monkeypatch, tmp_path):
+def test_what_is_only_written_is_no_obstacle(name, monkeypatch, load):
     # Beside other threads, such as a library's own, a probe puts back attributes of modules only.
     monkeypatch.setattr(threading, "active_count", lambda: 1)
     if name == "module":
@@ -263,7 +257,7 @@ def test_what_is_only_written_is_no_obstacle(name, monkeypatch, tmp_path):
         wanted, noted = plain.report, model.report
     else:
         text = WRITER.format(**dict(zip(("held", "write", "noted"), WRITTEN[name], strict=True)))
-        files = [made(tmp_path, text, f"writer_{which}") for which in ("plain", "cached")]
+        files = [load("writer", text) for _ in range(2)]
         (plain, wanted), (model, noted) = (file.make() for file in files)
         model = torchcache(model)
     for x in (X, X + 1):
@@ -339,18 +333,14 @@ READ_BY = {  # what the parent holds of the child, and what it reads
 
 
 @pytest.mark.parametrize("how", READ_BY)
-def test_what_a_child_writes_and_another_reads_counts(how, tmp_path):
+def test_what_a_child_writes_and_another_reads_counts(how, load):
+    def edit(module, twin):
+        if how != "view":  # cannot be read at all
+            module.child.scale = 7.0
+            module.child.seen *= 2
+
     held, read = READ_BY[how]
-    text = READING.replace("{held}", held).replace("{read}", read)
-    plain, other = (made(tmp_path, text, f"reading_{which}").Net() for which in range(2))
-    cached = torchcache(other, probe=False)
-    for x in (X, X, X + 1, X, X + 1):
-        assert torch.equal(cached(x), plain(x))
-    if how != "view":  # cannot be read at all
-        plain.child.scale = cached.child.scale = 7.0
-        plain.child.seen *= 2
-        cached.child.seen *= 2
-        assert torch.equal(cached(X), plain(X))
+    check(load, READING.replace("{held}", held).replace("{read}", read), edit)
 
 
 RUNS_HEAD = """
@@ -425,11 +415,8 @@ RUNS |= {
 
 @pytest.mark.parametrize("probe", [True, False])
 @pytest.mark.parametrize("name", RUNS)
-def test_what_runs_code_or_is_read_somewhere_counts(name, probe, tmp_path):
-    plain, other = (made(tmp_path, within(RUNS_HEAD, RUNS[name]), f"runs_{i}").Net() for i in range(2))
-    cached = torchcache(other, probe=probe)
-    for x in (torch.cat([X[:2], X[:2]]), X, X, X + 1, X):
-        assert torch.equal(cached(x), plain(x))
+def test_what_runs_code_or_is_read_somewhere_counts(name, probe, load):
+    check(load, within(RUNS_HEAD, RUNS[name]), probe=probe)
 
 
 # Ways to read an attribute of a child that the code itself seems only to write.
@@ -497,6 +484,7 @@ BODIES = {
     "dict that may lack it": "try:\n    self.child.count()\nexcept KeyError:\n    return 2\nreturn 3",
     "swallowed": "with Swallowing():\n    self.child.count()\n    return 2\nreturn 3",
 }
+FORWARD = "from torch import nn\nN = 2.0\nclass Net(nn.Module):\n    def forward(self, x):\n"
 GLOBALS = {
     "or": "x.dim() == 2 or (N := 5.0)",
     "conditional": "y = 0 if x.dim() == 2 else (N := 5.0)",
@@ -505,24 +493,8 @@ GLOBALS = {
 }
 
 
-def check_edits(tmp_path, text, edit):
-    twins = [made(tmp_path, text, f"indirect_{which}") for which in ("plain", "cached")]
-    plain, below = (twin.Net().eval() for twin in twins)
-    cached = torchcache(below, probe=False)
-    try:
-        for _ in range(2):
-            for _ in range(2):
-                assert torch.equal(cached(X), plain(X))
-            for module, twin in ((plain, twins[0]), (below, twins[1])):
-                edit(module, twin)
-        assert torch.equal(cached(X), plain(X))
-    finally:
-        for twin in twins:
-            del sys.modules[twin.__name__]
-
-
 @pytest.mark.parametrize("name", BODIES)
-def test_what_is_read_in_another_way_counts(name, tmp_path):
+def test_what_is_read_in_another_way_counts(name, load):
     def edit(module, twin):
         module.n = module.child.n = module.shown.n = 13.0
         module.child.slots.clear()
@@ -530,18 +502,15 @@ def test_what_is_read_in_another_way_counts(name, tmp_path):
         if name == "dir":
             del module.shown.n
 
-    check_edits(tmp_path, within(INDIRECT, BODIES[name]), edit)
+    check(load, within(INDIRECT, BODIES[name]), edit)
 
 
 @pytest.mark.parametrize("name", GLOBALS)
-def test_what_an_expression_may_not_assign_counts(name, tmp_path):
-    text = (
-        "import torch\nfrom torch import nn\nN = 2.0\nclass Net(nn.Module):\n    def forward(self, x):\n"
-        f"        global N\n        {GLOBALS[name]}\n        return x * N\n"
-    )
+def test_what_an_expression_may_not_assign_counts(name, load):
+    text = f"{FORWARD}        global N\n        {GLOBALS[name]}\n        return x * N\n"
     if name == "comprehension":  # there the name is that of the function
         text = text.replace("[(N", "[0 for N in ()] or [(N")
-    check_edits(tmp_path, text, lambda module, twin: setattr(twin, "N", twin.N + 1.0))
+    check(load, text, lambda module, twin: setattr(twin, "N", twin.N + 1.0))
 
 
 @pytest.mark.parametrize(
@@ -551,15 +520,12 @@ def test_what_an_expression_may_not_assign_counts(name, tmp_path):
         "from importlib import import_module\n        found = import_module('late_of_test')",
     ],
 )
-def test_what_code_imports_by_an_importer_of_its_own_counts(how, tmp_path, monkeypatch):
+def test_what_code_imports_by_an_importer_of_its_own_counts(how, load, tmp_path, monkeypatch):
     (tmp_path / "late_of_test.py").write_text("N = 2.0\n")
     monkeypatch.syspath_prepend(tmp_path)
-    text = (
-        "import torch\nfrom torch import nn\nclass Net(nn.Module):\n    def forward(self, x):\n"
-        f"        {how}\n        return x * found.N\n"
-    )
+    text = f"{FORWARD}        {how}\n        return x * found.N\n"
     try:
-        check_edits(tmp_path, text, lambda module, twin: setattr(sys.modules["late_of_test"], "N", 5.0))
+        check(load, text, lambda module, twin: setattr(sys.modules["late_of_test"], "N", 5.0))
     finally:
         sys.modules.pop("late_of_test", None)
 
@@ -582,7 +548,7 @@ def test_quantized_weights_that_are_written_to_are_read_again():
 
 
 @pytest.mark.parametrize("how", ["deep(module)", "Reader().read(module)"])
-def test_what_other_files_of_a_package_read_counts(how, tmp_path, monkeypatch):
+def test_what_other_files_of_a_package_read_counts(how, load, tmp_path, monkeypatch):
     package = tmp_path / "site-packages" / "reads_deep"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("from .api import read, Reader\n")
@@ -599,25 +565,17 @@ def test_what_other_files_of_a_package_read_counts(how, tmp_path, monkeypatch):
         module.child.n += 5.0
 
     try:
-        check_edits(tmp_path, pack + within(INDIRECT, body), edit)
+        check(load, pack + within(INDIRECT, body), edit)
     finally:
         for name in [name for name in sys.modules if name.partition(".")[0] == "reads_deep"]:
             del sys.modules[name]
 
 
 @pytest.mark.parametrize("how", ["module.scale", "getattr(module, 'scale')"])
-def test_what_installed_code_reads_counts(how, tmp_path, monkeypatch):
-    site = tmp_path / "site-packages"
-    site.mkdir()
-    (site / "uses_reading.py").write_text(f"def read(module):\n    return {how}\n")
-    monkeypatch.syspath_prepend(site)
-    monkeypatch.delitem(sys.modules, "uses_reading", raising=False)
+def test_what_installed_code_reads_counts(how, load, installed):
+    installed("uses_reading", f"def read(module):\n    return {how}\n")
     text = READING.replace("{held}", "").replace("{read}", "read(self.child)")
-    head = "from uses_reading import read\n"
-    plain, other = (made(tmp_path, head + text, f"installed_{which}").Net() for which in range(2))
-    cached = torchcache(other, probe=False)
-    for x in (X, X, X + 1, X):
-        assert torch.equal(cached(x), plain(x))
+    check(load, "from uses_reading import read\n" + text)
 
 
 NESTED = {
@@ -649,14 +607,9 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize("name", NESTED)
-def test_what_is_read_in_a_nested_block_counts(name, tmp_path):
+def test_what_is_read_in_a_nested_block_counts(name, load):
     """The forward assigns it afterwards, as a counter is."""
-    module = made(tmp_path, within(SCALED, NESTED[name]), "nested_of_test")
-    plain, cached = module.Net(), torchcache(module.Net(), probe=False)  # which would notice some of it
-    for _ in range(3):
-        assert torch.equal(cached(X), plain(X))
-    plain.scale = cached.scale = 5.0
-    assert torch.equal(cached(X), plain(X))
+    check(load, within(SCALED, NESTED[name]), lambda module, twin: setattr(module, "scale", 5.0))
 
 
 # Of a configuration counts what is read.
@@ -827,69 +780,44 @@ def test_a_configuration_that_is_used_otherwise_counts_as_a_whole(name):
         assert torch.equal(cached(X), plain(X))
 
 
-def captured_first(args):
-    return lambda x: x * args.scale[0]
-
-
-def captured_doubled(args):
-    return lambda x: x * args.doubled
-
-
-def captured_halved(args):
-    return lambda x: x * args.halved()
-
-
-def captured_text(args):
-    return lambda x: x * len(f"{args.scale}{vars(args)}")
-
-
-class OfFirst(OfAttribute):
+READER = """
+from torch import nn
+def captured(args):
+    return lambda x: x * ({read})
+class OfAttribute(nn.Module):
+    def __init__(self, args):
+        super().__init__()
+        self.args = args
     def forward(self, x):
-        return x * self.args.scale[0]
-
-
-class OfText(OfAttribute):
-    def forward(self, x):
-        return x * len(f"{self.args.scale}{vars(self.args)}")
-
-
-class OfProperty(OfAttribute):
-    def forward(self, x):
-        return x * self.args.doubled
-
-
-class OfMethod(OfAttribute):
-    def forward(self, x):
-        return x * self.args.halved()
-
-
-PLAIN = captured, OfAttribute
-EDITED = {  # a configuration, the two who read it, and an edit
-    "property": (Settings, (captured_doubled, OfProperty), lambda args: setattr(args, "scale", 7.0)),
-    "method": (Settings, (captured_halved, OfMethod), lambda args: setattr(args, "scale", 7.0)),
-    "__getattr__": (lambda: Computed(scale=2.0), PLAIN, lambda args: args.fields.update(scale=7.0)),
-    "__getattribute__": (lambda: Logged(2.0, 3.0), PLAIN, lambda args: setattr(args, "lr", 7.0)),
-    "class": (lambda: Noted(2.0, 3.0), PLAIN, lambda args: setattr(args, "__class__", Doubling)),
-    "dict": (lambda: Noted(2.0, 3.0), PLAIN, lambda args: setattr(args, "__dict__", {"scale": 9.0})),
+        return x * ({read_of_self})
+"""
+EDITED = {  # a configuration, what is read of it, and an edit
+    "property": (Settings, "args.doubled", lambda args: setattr(args, "scale", 7.0)),
+    "method": (Settings, "args.halved()", lambda args: setattr(args, "scale", 7.0)),
+    "__getattr__": (lambda: Computed(scale=2.0), "args.scale", lambda args: args.fields.update(scale=7.0)),
+    "__getattribute__": (lambda: Logged(2.0, 3.0), "args.scale", lambda args: setattr(args, "lr", 7.0)),
+    "class": (lambda: Noted(2.0, 3.0), "args.scale", lambda args: setattr(args, "__class__", Doubling)),
+    "dict": (lambda: Noted(2.0, 3.0), "args.scale", lambda args: setattr(args, "__dict__", {"scale": 9.0})),
     "dict of all": (
         lambda: Noted(2.0, 3.0),
-        (captured_text, OfText),
+        "len(f'{args.scale}{vars(args)}')",
         lambda args: setattr(args, "__dict__", {"scale": 2.0}),
     ),
     "content": (
         lambda: Noted([2.0], 3.0),
-        (captured_first, OfFirst),
+        "args.scale[0]",
         lambda args: args.scale.__setitem__(0, 7.0),
     ),
 }
 
 
 @pytest.mark.parametrize("name", EDITED)
-@pytest.mark.parametrize("place", [0, 1], ids=["closure", "attribute"])
-def test_an_edit_behind_a_configuration_is_noticed(name, place):
-    make, readers, edit = EDITED[name]
-    args = make()
-    plain, cached = readers[place](args), torchcache(readers[place](args))
+@pytest.mark.parametrize("place", ["captured", "OfAttribute"])
+def test_an_edit_behind_a_configuration_is_noticed(name, place, load):
+    make, read, edit = EDITED[name]
+    text = READER.replace("{read}", read).replace("{read_of_self}", read.replace("args", "self.args"))
+    reader, args = getattr(load("reader", text), place), make()
+    plain, cached = reader(args), torchcache(reader(args))
     before = plain(X)
     assert torch.equal(cached(X), before) and torch.equal(cached(X), before)
     edit(args)

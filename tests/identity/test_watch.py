@@ -26,10 +26,7 @@ from torchcache2.identity import guard
 FACTOR = 2
 
 
-@pytest.fixture(autouse=True)
-def _without_grad():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("without_grad")
 
 
 def equal(first, second):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.helpers.interpreter import OnHost
-from tests.helpers.outputs import hits
+from tests.helpers.outputs import bypasses, hits, warnings_in
 from torchcache2 import torchcache
 from torchcache2.identity import namespace, tensors
 from torchcache2.identity.encoding import tensor_digest
@@ -35,10 +35,6 @@ def reads(monkeypatch):
 
     monkeypatch.setattr(tensors, "tensor_digest", spy)
     return sizes
-
-
-def bypasses(module):
-    return module.cache_instance.stats().bypasses
 
 
 # Weights without version counters
@@ -71,10 +67,6 @@ INFERENCE_EDITS = {
     ),
     "through data": lambda m: m.weight.data[2500].mul_(2),
 }
-
-
-def noisy(log):
-    return [record.getMessage() for record in log if record.levelname == "WARNING"]
 
 
 @pytest.mark.parametrize("name", INFERENCE_EDITS)
@@ -139,7 +131,7 @@ def test_large_weights_made_under_inference_mode_are_passed_through(log):
         module.weight[-1].mul_(2), plain.weight[-1].mul_(2)
         assert torch.equal(module(X), plain(X))
     assert bypasses(module) == {"inference": 12}
-    (message,) = noisy(log)
+    (message,) = warnings_in(log)
     assert "(inference)" in message and "torch.no_grad()" in message
     with torch.no_grad():
         again = Weighted(MANY)
@@ -427,7 +419,7 @@ def test_rows_of_a_new_token_are_not_kept_under_the_old_weights(between, log):
         cached(fresh)
         cached(ids)
     assert torch.equal(cached(ids), after) and torch.equal(cached(fresh), Words.forward(module, fresh))
-    (message,) = noisy(log)
+    (message,) = warnings_in(log)
     assert "refresh()" in message and ".data" in message
     module.embedding.weight.data[1025] = old
     module.cache_instance.refresh()
@@ -479,7 +471,7 @@ def test_weights_that_are_swapped_through_data_keep_their_rows(log):
         for weight in module.parameters():
             weight.data.neg_()
     stats = cached.cache_instance.stats()
-    assert (stats.misses, stats.hits) == (16, 80) and noisy(log) == []
+    assert (stats.misses, stats.hits) == (16, 80) and warnings_in(log) == []
 
 
 # Everything is read where an edit may have left no trace

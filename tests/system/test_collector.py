@@ -5,12 +5,10 @@ import threading
 import pytest
 import torch
 
-from tests.helpers.storage import NAMESPACES, keys_of
+from tests.helpers.storage import keys_of
 from torchcache2.core.rows import Rows
 from torchcache2.files.filesystem import FileSystem
 from torchcache2.tiers.disk.tier import DiskTier
-
-NAMESPACE, OTHER = NAMESPACES[:2]
 
 
 def rows_of(*numbers):
@@ -60,28 +58,4 @@ def test_a_tier_is_flushed_or_closed_while_it_writes_a_segment(tmp_path, name, w
     in_time(tier.close)
     reopened = DiskTier(tmp_path / "cache")
     assert count_found(reopened, keys_of([1, 2])) == 2
-    reopened.close()
-
-
-@pytest.mark.parametrize("name", ["flush", "close", "drop"])
-def test_a_tier_is_used_while_its_tables_change(tmp_path, name):
-    before = threading.enumerate()
-    tier = DiskTier(tmp_path / "cache", codec="none", delay=1e9)
-    tier.put(keys_of([1, 2]), rows_of(1, 2))
-    tier.put(keys_of([3], OTHER), rows_of(3))
-    arguments = [OTHER] if name == "drop" else []
-
-    def work():
-        with tier._lock():
-            getattr(tier, name)(*arguments)
-            # Nothing has happened yet, in the middle of what this thread does.
-            assert count_found(tier, keys_of([1, 2])) == 2 and count_found(tier, keys_of([3], OTHER)) == 1
-
-    in_time(work)
-    in_time(tier.close)
-    for thread in set(threading.enumerate()) - set(before):  # others, of other tests, may never end
-        thread.join(60)
-    reopened = DiskTier(tmp_path / "cache")
-    assert count_found(reopened, keys_of([1, 2])) == 2
-    assert count_found(reopened, keys_of([3], OTHER)) == (0 if name == "drop" else 1)
     reopened.close()

@@ -62,21 +62,6 @@ def test_ranks_that_go_through_the_same_items_share_the_work(job):
     assert all(one["hits"] + one["misses"] == 192 for one in reports)
 
 
-def test_equal_batches_are_waited_for(job):
-    script = """
-    SECONDS = 0.005
-    net = torchcache(probe=False)(Backbone())
-    net(-ITEMS[: 2 + RANK])  # the first call of a kind is done
-    for batch in ITEMS.split(16):
-        assert torch.equal(net(batch), expected(batch))
-    report(net, computed=computed())
-    """
-    reports = run(script, job)
-    assert sum(one["misses"] for one in reports) <= 192 + 5
-    assert sum(one["waited"] for one in reports) > 0
-    assert all(one["taken_over"] == 0 for one in reports)
-
-
 def test_memory_is_that_of_all_ranks_under_one_budget(job):
     script = """
     net = torchcache(probe=False, max_memory_cache_size="3MB")(Backbone())

@@ -332,42 +332,6 @@ def test_a_trainable_module_is_cached_only_while_gradients_are_off(mode):
     assert (hits(cached), bypasses(cached)) == (6, {"grad": 12})
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("order", ["cache outside", "mode outside", "forward"])
-def test_gradient_mode_decorators(mode, order):
-    plain = Net()
-
-    if order == "forward":
-
-        class Silent(Net):
-            @mode()
-            def forward(self, x):
-                return super().forward(x)
-
-        cached = torchcache(Silent().eval())
-    else:
-        net = Net()
-
-        def forward(x):
-            return net(x)
-
-        cached = torchcache(mode()(forward)) if order == "cache outside" else torchcache(forward)
-    called = mode()(cached) if order == "mode outside" else cached
-    for _ in range(2):
-        with mode():
-            expected = plain(X)
-        output = called(X)
-        assert_same(output, expected)
-        assert not output.requires_grad
-    if order == "mode outside":
-        assert hits(cached) == 6
-    else:
-        # The parameters require grad as far as anyone can see from outside.
-        assert hits(cached) + sum(bypasses(cached).values()) >= 6
-    with torch.no_grad():
-        assert_found(cached, plain, X)
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_inputs_made_in_inference_mode(mode):
     cached, plain = as_class()
@@ -394,19 +358,6 @@ def test_modules_made_in_inference_mode(make, mode):
         assert_found(cached, plain, X)
 
 
-def test_modes_that_the_forward_sets_do_not_leak():
-    def forward(x):
-        with torch.inference_mode():
-            y = x * 2
-        return y.clone() + 1 if len(x) else y
-
-    cached = torchcache(forward)
-    for _ in range(2):
-        assert_same(cached(X), forward(X))
-        assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-    assert hits(cached) == 6
-
-
 # Deterministic algorithms
 
 
@@ -421,16 +372,6 @@ def deterministic(mode=True, *, warn_only=False):
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-
-
-@KINDS
-def test_deterministic_mode(make):
-    cached, plain = make()
-    with deterministic():
-        assert_found(cached, plain, X)
-    assert_found(cached, plain, X)
-    with deterministic():
-        assert_found(cached, plain, torch.cat([X, Y]))
 
 
 def written_at_random(x):
@@ -692,17 +633,6 @@ def test_channels_last_with_options(options):
     assert hits(cached) == 2 + 2 + 6
 
 
-@pytest.mark.parametrize("context", [contextlib.nullcontext, torch.inference_mode, bf16, deterministic])
-def test_channels_last_in_other_modes(context):
-    plain, cached = conv2d(), torchcache(conv2d())
-    with context():
-        for batch in (IMAGES[:3], IMAGES[:3], IMAGES[:3].flip(0)):
-            output, expected = cached(batch), plain(batch)
-            assert layout_of(output) == layout_of(expected) and output.dtype is expected.dtype
-            torch.testing.assert_close(output, expected)
-    assert hits(cached) == 6
-
-
 # Dtypes
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -765,17 +695,6 @@ def test_inputs_of_every_dtype_are_items_by_every_bit(dtype):
         before = hits(cached)
         assert_same(cached(flipped), forward(flipped))
         assert hits(cached) == before + 5
-
-
-def test_equal_numbers_of_other_dtypes_are_other_items():
-    cached = torchcache(lambda x: x * 2)
-    dtypes = [*FLOATS, torch.int64, torch.int32, torch.complex64]
-    for _ in range(2):
-        for dtype in dtypes:
-            x = torch.tensor([[0, 1], [2, 3], [4, 5]], dtype=dtype)
-            assert_same(cached(x), x * 2)
-    stats = cached.cache_instance.stats()
-    assert (stats.misses, stats.hits) == (3 * len(dtypes), 3 * len(dtypes))
 
 
 def test_a_module_that_changes_dtype():

@@ -19,7 +19,7 @@ from torch.nn.utils import fusion, parametrizations, parametrize, prune, statele
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from tests.helpers.outputs import assert_same, bypasses, frozen, hits, misses
+from tests.helpers.outputs import assert_same, bypasses, frozen, hits, misses, warnings_in
 from torchcache2 import UnhashableArgumentError, torchcache
 
 WEIGHT_NORM = "ignore:.torch.nn.utils.weight_norm. is deprecated"
@@ -352,22 +352,6 @@ def test_pruning_of_the_cached_module_itself():
         assert_found_at_last(cached, plain)
 
 
-def test_pruned_weights_that_train():
-    cached, plain = as_instance(), Net()
-    on_both(lambda m: prune.l1_unstructured(m.first, "weight", 0.5), cached, plain)
-    for module in (cached, plain):
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
-        for _ in range(2):
-            optimizer.zero_grad()
-            module(X).mean().backward()
-            optimizer.step()
-    assert_same(cached.first.weight_orig.grad, plain.first.weight_orig.grad)
-    with torch.no_grad():
-        assert_close(cached(X), plain(X))
-        assert_found(cached, plain, same=assert_close)
-    assert bypasses(cached)["grad"] == 12
-
-
 # Quantization
 
 
@@ -399,21 +383,6 @@ def test_dynamic_quantization_depends_on_the_batch(kind):
     assert hits(cached) + sum(bypasses(cached).values()) >= 6
     (advice, *_) = cached.cache_instance.explain().splitlines()
     assert "quantize statically" in advice and "batch_first" not in advice
-
-
-@pytest.mark.filterwarnings(AO_QUANTIZATION, QUANTIZED_TENSORS)
-@pytest.mark.cpu_only
-def test_two_dynamically_quantized_modules_do_not_share_rows():
-    cached, other = Net(), Net()
-    multiply(other.first.weight, -1)
-    cached, other = (
-        torch.ao.quantization.quantize_dynamic(frozen(module), {nn.Linear}) for module in (cached, other)
-    )
-    expected = [module(X) for module in (cached, other)]
-    binder = torchcache()
-    for module, output in zip((cached, other), expected, strict=True):
-        assert_same(binder(module)(X), output)
-    assert not torch.equal(*expected)
 
 
 def quantized_weight(seed):
@@ -452,19 +421,6 @@ def test_a_quantized_convolution(make):
         on_both(change, cached, plain)
         assert_found(cached, plain, x)
         assert not torch.equal(cached(x), before)
-
-
-@pytest.mark.filterwarnings(AO_QUANTIZATION, QUANTIZED_TENSORS)
-@pytest.mark.cpu_only
-def test_quantized_convolutions_of_other_weights_do_not_share_rows():
-    x = fractions(5, 32, seed=4)
-    kind = torchcache(type("Quantized", (Quantized,), {}))
-    first, second, plain = kind().eval(), kind().eval(), Quantized().eval()
-    for module in (second, plain):
-        module.conv.set_weight_bias(quantized_weight(2), torch.zeros(4))
-    first(x)
-    assert_found(second, plain, x)
-    assert misses(second) == 5
 
 
 # DataParallel
@@ -661,15 +617,6 @@ def test_tied_weights_and_shared_submodules(kind, changes, same, make):
     assert len(set(hashes)) == len(hashes) - same
 
 
-def test_tied_and_untied_instances_of_one_class():
-    kind = torchcache(type("TellsTied", (TellsTied,), {}))
-    tied, untied, plain = frozen(kind()), frozen(kind()), frozen(TellsTied())
-    untie(untied)
-    for _ in range(2):
-        assert_same(tied(X), plain(X))
-        assert_same(untied(X), -plain(X))
-
-
 # Replacing modules and parameters
 
 
@@ -752,22 +699,6 @@ def test_replaced_parts_are_noticed(name, make):
     assert bypasses(cached) == {}
     if not name.startswith("fused"):
         assert not torch.allclose(plain(X), frozen(Blocks())(X))
-
-
-@MAKERS
-def test_parameters_that_swap_on_conversion(make):
-    # torch.utils.swap_tensors() fails on tensors that somebody else refers to.
-    cached, plain = twins(make, Blocks)
-    assert_found(cached, plain, same=assert_close)
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        on_both(nn.Module.double, cached, plain)
-        assert_found(cached, plain, X.double(), same=assert_close)
-        on_both(load, cached, plain)
-        assert_found(cached, plain, X.double(), same=assert_close)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
 
 
 # Lazy modules
@@ -1201,32 +1132,6 @@ def test_a_cached_leaf_of_a_graph_is_still_cached():
     assert hits(model[0]) == 6
 
 
-def test_a_graph_module_that_is_cached():
-    plain = frozen(Net())
-    cached = torchcache(torch.fx.symbolic_trace(frozen(Net())))
-    assert_found(cached, plain)
-    on_both(lambda m: multiply(m.first.weight), cached, plain)
-    assert_found(cached, plain)
-    for module in (cached, torch.fx.symbolic_trace(plain)):
-        node = next(n for n in module.graph.nodes if n.op == "call_function")
-        node.target = torch.tanh
-        module.recompile()
-    assert_close(cached(X), plain.second(torch.tanh(plain.first(X))))
-
-
-@WARM
-@MAKERS
-def test_make_fx_of_a_functional_call(make, warm):
-    cached, plain = twins(make)
-    if warm:
-        cached(X)
-    weights = changed_weights(plain, 2)
-    graph = make_fx(lambda w, x: functional_call(cached, w, (x,)))(weights, X)
-    for factor in (1, 3):
-        weights = changed_weights(plain, factor)
-        assert_same(graph(weights, Y), functional_call(plain, weights, (Y,)))
-
-
 # Hooks of autograd, checkpoints
 
 
@@ -1258,27 +1163,6 @@ def test_saved_tensors_hooks(make, train):
     assert_same(gradients, expected_gradients)
     assert packed == expected_packed
     assert (hits(cached), bypasses(cached)) == ((0, {"grad": 12}) if train else (6, {}))
-
-
-@pytest.mark.parametrize(
-    "hooks",
-    [
-        torch.autograd.graph.save_on_cpu,
-        lambda: torch.autograd.graph.disable_saved_tensors_hooks("not here"),
-        torch.autograd.graph.allow_mutation_on_saved_tensors,
-    ],
-)
-def test_contexts_of_saved_tensors(hooks):
-    results = []
-    cached, plain = twins(as_instance)
-    for backbone in (cached, plain):
-        head = exact(nn.Linear(4, 2))
-        for _ in range(2):
-            with hooks():
-                head(backbone(X)).square().sum().backward()
-        results.append([p.grad for p in head.parameters()])
-    assert_same(*results)
-    assert_found(cached, plain)
 
 
 CHECKPOINTS = {
@@ -1426,7 +1310,7 @@ def test_the_forward_runs_once_for_a_subclass_and_sees_it_and_there_is_one_warni
     for x in tagged:
         cached(x)
     assert len(seen) == 3 and all(map(operator.is_, seen, tagged))
-    (message,) = [record.getMessage() for record in log if record.levelname == "WARNING"]
+    (message,) = warnings_in(log)
     assert "subclass" in message and "Tagged" in message
 
 
@@ -1457,22 +1341,6 @@ def test_parameters_as_arguments(target):
     assert_same(*outputs)
     assert_same(*(torch.autograd.grad(output.square().sum(), trained) for output in outputs))
     assert bypasses(cached) == {"grad": 6}
-
-
-@pytest.mark.parametrize("name", SUBCLASSES)
-def test_outputs_of_a_subclass_are_passed_through(name):
-    wrap = SUBCLASSES[name]
-
-    def forward(x):
-        return {"y": x * 2, "w": wrap(x)}
-
-    cached = torchcache(forward)
-    for batch in (X, X, torch.cat([X, Y])):
-        output, expected = cached(batch), forward(batch)
-        assert type(output["w"]) is type(expected["w"])
-        assert torch.equal(content(output["w"]), content(expected["w"]))
-        assert torch.equal(output["y"], expected["y"])
-    assert sum(bypasses(cached).values()) == 24 and hits(cached) == misses(cached) == 0
 
 
 @MAKERS
@@ -1566,7 +1434,7 @@ def test_outputs_of_other_layouts_are_passed_through(name, log):
         assert output["o"].is_quantized == kept.is_quantized and output["o"].is_nested == kept.is_nested
     assert hits(cached) == misses(cached) == 0
     assert sum(bypasses(cached).values()) == 24
-    (message,) = [record.getMessage() for record in log if record.levelname == "WARNING"]
+    (message,) = warnings_in(log)
     assert word in message and "['o']" in message
 
 

@@ -68,12 +68,15 @@ class Known:
         self.shapes: dict[bytes, Shapes | None] = {}
         self.samples = Samples()
         self._lists: dict[bytes, dict[str, bool]] = {}
+        self._groups: dict[Any, bytes] = {}  # see `item_keys`
 
     def keys(self, namespace: bytes, call: BoundCall) -> Keys:
         """The keys of the items of a call."""
         entries = [*call.entries, *call.aligned]
         count = self.settings.subsample_count
-        return item_keys(namespace, call.context, call.leaves, entries, subsample_count=count)
+        return item_keys(
+            namespace, call.context, call.leaves, entries, subsample_count=count, groups=self._groups
+        )
 
     def context(self, namespace: bytes, call: BoundCall) -> bytes:
         """A digest of the namespace and the arguments that are not batched."""

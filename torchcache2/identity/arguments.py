@@ -15,7 +15,7 @@ import sys
 import types
 import weakref
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -89,16 +89,12 @@ def _of_dataset(column: Any, positions: list[int]) -> Any:
     return column[positions]  # a column inside of another one, as a list
 
 
-def _arrow(name: str) -> _Column:
-    return _Column(
-        "pyarrow", name, lambda c: [str(c.type)], lambda c: c.to_pylist(), lambda c, at: c.take(at)
-    )
-
-
 _COLUMNS = (
     _Column("pandas", "Series", lambda c: [str(c.dtype), c.name, c.attrs], _series_entries, _of_series),
-    _arrow("Array"),
-    _arrow("ChunkedArray"),
+    *[
+        _Column("pyarrow", name, lambda c: [str(c.type)], lambda c: c.to_pylist(), lambda c, at: c.take(at))
+        for name in ("Array", "ChunkedArray")
+    ],
     _Column(
         "datasets.arrow_dataset",
         "Column",
@@ -354,8 +350,12 @@ class ArgumentEncoder(_ValueEncoder):
         is_array = isinstance(value, np.ndarray) and _is_plain_sequence(value)
         if is_array and self._takes_arrays and not (self._is_shared or self._unregistered):
             return self._taken(value, path)
-        found = len(self.leaves)
+        found, outer = len(self.leaves), self._unregistered
+        is_rebuilt = kind in (tuple, list, dict) or isinstance(value, UserDict)
+        if not is_rebuilt and opened_or_none(value) is None:  # `BoundCall.take` cannot rebuild it
+            self._unregistered = kind.__qualname__
         data = super()._encode_compound(value, kind, path)
+        self._unregistered = outer
         if _is_sequence(value) and not self._is_shared and len(self.leaves) == found:
             self.sequences.append((path, value))
         return data
@@ -367,31 +367,15 @@ class ArgumentEncoder(_ValueEncoder):
             if (entries := _mapping_entries(value)) is not None:
                 del state[_ENTRIES]
                 self._add_entries(entries, f"{path}.entries")
-            with self._outside_pytree(value):
-                head = self.kind(kind, path) + sized(self.encode(state, path))
+            outer, self._unregistered = self._unregistered, kind.__qualname__
+            head = self.kind(kind, path) + sized(self.encode(state, path))
+            self._unregistered = outer
             return b"U" + head + Encoder.contents(self, value.data, path)
         node = opened_or_none(value)
         if node is None or node[0] is not kind:  # such as a named tuple
-            with self._outside_pytree(value):
-                return super().compound(value, kind, path)
+            return super().compound(value, kind, path)
         head = self.kind(kind, path) + sized(self.encode(node[1], path))
         return b"P" + head + self.items([(c, f"{path}[{i}]") for i, c in enumerate(node[2])])
-
-    def contents(self, value: Any, path: str) -> bytes:
-        """Go into containers."""
-        with self._outside_pytree(value):
-            return super().contents(value, path)
-
-    @contextlib.contextmanager
-    def _outside_pytree(self, value: Any) -> Iterator[None]:
-        """Make tensors an error inside of a container that `BoundCall.take` cannot rebuild."""
-        outer = self._unregistered
-        if type(value) not in (tuple, list, dict) and opened_or_none(value) is None:
-            self._unregistered = type(value).__qualname__
-        try:
-            yield
-        finally:
-            self._unregistered = outer
 
     def batch_size(self) -> int:
         """How many items a call has; raises if nothing is batched, or batch sizes differ."""
@@ -533,11 +517,8 @@ class Signature:
             self._elsewhere = "keep other objects as attributes of the module"
         elif parameters and parameters[0].name == "self":
             self._elsewhere = "decorate the method in the body of its class, or of one object: object.method"
-        named = {
-            kind: [p.name for p in parameters if p.kind is kind]
-            for kind in (_KINDS.POSITIONAL_ONLY, _KINDS.POSITIONAL_OR_KEYWORD)
-        }
-        self._positional = tuple(name for names in named.values() for name in names)
+        positional = (_KINDS.POSITIONAL_ONLY, _KINDS.POSITIONAL_OR_KEYWORD)
+        self._positional = tuple(p.name for p in parameters if p.kind in positional)
         self._variadic = next((p.name for p in parameters if p.kind is _KINDS.VAR_POSITIONAL), None)
         self._keywords = next((p.name for p in parameters if p.kind is _KINDS.VAR_KEYWORD), None)
         # Large models have dozens of parameters with such defaults, so these are not encoded at each call.
@@ -629,7 +610,7 @@ class Signature:
         if start is None or not all(map(_is_dense, args)) or len({*map(id, args)}) < len(args):
             return None
         size, leaves = args[0].shape[0], [*zip(names, args, strict=True)]
-        if any(value.shape[0] != size for value in args[1:]):
+        if len(args) > 1 and any(value.shape[0] != size for value in args[1:]):
             return None
         context = start + sized(text_bytes(modes({value.device.type for value in args})))
         return BoundCall(args, {}, names, leaves, [], [], context, size, set(), set(), (), [], [])

@@ -108,19 +108,14 @@ def resolved(name: str, package: str | None) -> list[str]:
         return []
 
 
-def place_of(name: str) -> str | None:
-    """The file of a module that has not been imported, and is not imported by this; None if it has none."""
-    spec = _spec(name)
-    return spec.origin if spec is not None and spec.has_location else None
-
-
-def _spec(name: str) -> ModuleSpec | None:
+def spec_of(name: str) -> ModuleSpec | None:
+    """Where a module is that has not been imported, and is not imported by this; None if there is none."""
     outer = name.rpartition(".")[0]
     folders: list[str] | None = None
     if outer in sys.modules:
         folders = list(getattr(sys.modules[outer], "__path__", ()))
     elif outer:
-        folders = list(getattr(_spec(outer), "submodule_search_locations", None) or ())
+        folders = list(getattr(spec_of(outer), "submodule_search_locations", None) or ())
     for finder in sys.meta_path if folders or not outer else ():
         try:
             spec = finder.find_spec(name, folders)

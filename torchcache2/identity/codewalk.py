@@ -24,28 +24,10 @@ from typing import Any
 from torch import nn
 
 from torchcache2.core.private import OPERATOR_FIELDS
-from torchcache2.identity import sourcecode
-from torchcache2.identity.codenames import IMPORTING, names_of, place_of, resolved
+from torchcache2.identity import libraries, marks, sourcecode
+from torchcache2.identity.codenames import IMPORTING, names_of, resolved, spec_of
 from torchcache2.identity.encoding import Encoder, public_module, qualified_name, sized, text_bytes
 from torchcache2.identity.guard import MUTABLE
-from torchcache2.identity.libraries import (
-    OPERATOR_NAMESPACES,
-    InstalledCode,
-    LeftOut,
-    definition,
-    is_operator,
-    left_out,
-    operator_name,
-    registered_otherwise,
-)
-from torchcache2.identity.marks import (
-    ADDED_ATTRIBUTE,
-    ORIGINAL_ATTRIBUTE,
-    cache_options,
-    is_ours,
-    original,
-    own_attributes,
-)
 from torchcache2.identity.sourcecode import CompiledTexts, cells_of, names_in
 from torchcache2.identity.uses import Uses, UseTable, has_fields, is_plain, taken_by, uses_of
 
@@ -109,12 +91,13 @@ class CodeWalk(Encoder):
         self.origins = sourcecode.Origins()
         self.is_foreign = False  # whether what is being read is not the user's own code
         self._tokens, self._texts = tokens, texts
-        self._code_of_others = InstalledCode(self.origins, texts)
+        self._code_of_others = libraries.InstalledCode(self.origins, texts)
         self._refilled: dict[int, Any] = {}  # containers, by id, that a function clears and then reads
         self._taken: dict[int, tuple[Any, set[str]]] = {}  # objects of which only some fields are read, by id
-        self._skipped: list[tuple[LeftOut, str, Any]] = []  # what was left out, where, and its value
+        self._skipped: list[tuple[str, str, Any]] = []  # what was left out, where, and its value
         self._versions: dict[str, str] = {}
-        self._words: dict[str, set[str]] = {"": set()}  # names and texts in code, by package; "": the project
+        self._taken_names: set[str] = set()  # names and texts in project code
+        self._words_of_others: set[str] = set()  # in files of packages that may read what was left out
         self._whole: dict[int, types.ModuleType] = {}  # modules of which code may take any name
         self._held: set[int] = set()  # ids of those that code may pass on, as it has them as a value
         self._computes_names = False  # whether project code reads attributes by computed names
@@ -158,7 +141,7 @@ class CodeWalk(Encoder):
     def without_skipped(self, kind: type, state: Mapping[str, Any], path: str) -> dict[str, Any]:
         """The attributes of an object without those that `left_out` names."""
         kept = dict(state)
-        for name, rule in left_out(kind).items():
+        for name in libraries.left_out(kind):
             attribute, _, key = name.partition(".")
             value = kept.get(attribute, _MISSING)
             if not key and value is not _MISSING:
@@ -168,7 +151,7 @@ class CodeWalk(Encoder):
                 value = value[key]
             else:
                 continue
-            self._skipped.append((rule, f"{path}.{name}", value))
+            self._skipped.append((name, f"{path}.{name}", value))
         return kept
 
     def watch_names(self, scope: Mapping[str, Any], names: Collection[str]) -> None:
@@ -202,23 +185,24 @@ class CodeWalk(Encoder):
                 self._done.add(id(module))
                 what = f"attributes of {module.__name__} by computed names"
                 self.parts[f"unfollowed {what}"] = self.unreadable(module, f"what code reaches by {what}")
-            names = {name for name in vars(module).keys() & self._words[""] if not name.startswith("__")}
+            names = {name for name in vars(module).keys() & self._taken_names if not name.startswith("__")}
             if is_held:
                 names |= vars(module).keys() & (self.uses.others | {"__getattr__"}) - _MODULE_NOISE
             for name in sorted(names):
                 if (id(module), name) not in self._done:
                     self._done.add((id(module), name))
                     self._name_of_module(module, name)
-        named = {rule for rule in {one[0] for one in self._skipped} if rule.is_named(self._words)}
-        for number, (rule, path, value) in enumerate(self._skipped):
-            if rule in named and number not in self._done:
+        words = self._taken_names, self._words_of_others
+        named = {name for name in {one[0] for one in self._skipped} if libraries.is_named(name, *words)}
+        for number, (name, path, value) in enumerate(self._skipped):
+            if name in named and number not in self._done:
                 self._done.add(number)
                 self.parts[f"named {path} {number}"] = self.encode(value, path)
         return len(self._done) > before
 
     def watch_all(self) -> None:
         """Have noticed what was met besides what was read."""
-        for scope, names in self._code_of_others.scopes:
+        for scope, names in self._code_of_others.scopes.values():
             self.watch_names(scope, names)
         for registry in self._code_of_others.registries:
             self.dicts.append(registry)
@@ -314,13 +298,13 @@ class CodeWalk(Encoder):
                 getattr(value, "__func__", value) if isinstance(value, (staticmethod, classmethod)) else value
             )
             is_function = isinstance(raw, types.FunctionType)
-            marks = vars(raw) if is_function else vars(type(raw))
-            if ADDED_ATTRIBUTE in marks and is_ours(raw):
+            own = vars(raw) if is_function else vars(type(raw))
+            if marks.ADDED_ATTRIBUTE in own and marks.is_ours(raw):
                 continue
-            if ORIGINAL_ATTRIBUTE in marks and is_ours(raw):
-                value = marks[ORIGINAL_ATTRIBUTE]
+            if marks.ORIGINAL_ATTRIBUTE in own and marks.is_ours(raw):
+                value = own[marks.ORIGINAL_ATTRIBUTE]
                 self.reads.append((_WRAPPER_FIELDS, raw))  # a notebook that reloads its code changes these
-                self.scopes.append((marks, ORIGINAL_ATTRIBUTE, value))
+                self.scopes.append((own, marks.ORIGINAL_ATTRIBUTE, value))
             if is_function and (code := _generated(kind, raw)) is not None:
                 self.uses.others |= names_in(code) if name != "__init__" else set()
                 continue  # the fields count already
@@ -356,11 +340,11 @@ class CodeWalk(Encoder):
 
     def function(self, function: types.FunctionType, path: str) -> bytes:
         """Write down a function and what it names; the label of its part."""
-        options = cache_options(function) if is_ours(function) else []
-        if is_ours(function) and own_attributes(function):
+        options = marks.cache_options(function) if marks.is_ours(function) else []
+        if marks.is_ours(function) and marks.own_attributes(function):
             # A cached function may keep values as its own attributes, such as a count of its calls.
             self.parts[f"attributes of {_short_name(function)} at {path}"] = self._own(function, path)
-        function = original(function)
+        function = marks.original(function)
         if options:
             self.parts[f"cached {_short_name(function)} at {path}"] = self.encode(options, path)
         method = self._methods.pop(id(function), ())
@@ -382,7 +366,7 @@ class CodeWalk(Encoder):
             else:
                 module = sourcecode.defining_module(function)
                 names = f"{function.__qualname__} {function.__code__.co_name}"
-                if is_ours(function):
+                if marks.is_ours(function):
                     module, names = public_module(module), _short_name(function)
                 wrapped = self.encode(getattr(function, "__wrapped__", None), path)
                 parts = [text_bytes(f"{module} {names}"), wrapped]
@@ -422,7 +406,7 @@ class CodeWalk(Encoder):
 
     def _own(self, function: types.FunctionType, path: str) -> bytes:
         """Bytes of the attributes of a function."""
-        own = own_attributes(function)
+        own = marks.own_attributes(function)
         self.scopes += [(vars(function), *item) for item in own.items()]
         self.dicts.append(vars(function))
         return self.encode(own, path)
@@ -446,48 +430,45 @@ class CodeWalk(Encoder):
     def _named(self, function: types.FunctionType, uses: Uses, owner: str) -> None:
         """Write down what a function names: one part for each global and each import."""
         names = self._texts.once(names_of, function.__code__)
-        self._words[""] |= self._texts.once(taken_by, function.__code__)
+        self._taken_names |= self._texts.once(taken_by, function.__code__)
         for name in names.imports:
             package = function.__globals__.get("__package__")
             # Else it is where ``from … import …`` takes something.
             is_held = not any(other.startswith(f"{name}.") for other in names.imports)
             self.parts[f"import {name} {owner}"] = self._imported(name, package, is_held, uses.catches)
         for chain in names.chains:
-            self._chain(chain, function, uses, owner)
-        for chain in names.looked_up:
-            value: Any = function.__globals__.get(chain[0])
-            for attribute in chain[1:]:
-                value = vars(value).get(attribute) if isinstance(value, types.ModuleType) else None
-            if isinstance(value, types.ModuleType) and self.origins.of(value) == "project":
+            value = self._chain(chain, function, uses, owner)
+            is_module = isinstance(value, types.ModuleType) and self.origins.of(value) == "project"
+            if is_module and chain in names.looked_up:
                 self._unfollowed(function, f"attributes of {'.'.join(chain)} by computed names", owner)
         for name in names.unfollowed:
             self._unfollowed(function, name, owner)
 
-    def _chain(self, chain: tuple[str, ...], function: types.FunctionType, uses: Uses, owner: str) -> None:
-        """Write down what a global stands for, or, if it is a module, an attribute of that."""
+    def _chain(self, chain: tuple[str, ...], function: types.FunctionType, uses: Uses, owner: str) -> Any:
+        """Write down what a global stands for, or, if it is a module, an attribute of that; its value."""
         name, *attributes = chain
         scope: Mapping[str, Any] = function.__globals__
         value = scope.get(name, _MISSING)
         path = key = name
         if self.ignores(value, path):
-            return
+            return None
         is_left_out = self._only_writes(uses, name, value)
         if is_left_out and name in uses.assigned:
             self.written_scopes.append((scope, name))
-            return
+            return None
         self.scopes.append((scope, name, None if value is _MISSING else value))
         if is_left_out:
-            return
+            return None
         if value is _MISSING:  # it is a builtin, or does not exist, so that reading it would fail
             if any(getattr(builtins, name, None) is one for one in _UNFOLLOWED):
                 self._unfollowed(function, name, owner)
-            return
+            return None
         inside = value
         while attributes and isinstance(value, types.ModuleType):
             inside, scope, attribute = value, vars(value), attributes.pop(0)
             key = f".{attribute}"
             path += key
-            if isinstance(value, OPERATOR_NAMESPACES):
+            if isinstance(value, libraries.OPERATOR_NAMESPACES):
                 getattr(value, attribute, None)  # `torch.ops` loads an operator when it is first read
             if self.origins.of(inside) == "project":
                 is_computed = attribute not in scope and "__getattr__" in scope
@@ -495,7 +476,7 @@ class CodeWalk(Encoder):
                     self._unfollowed(function, path, owner)
             value = scope.get(attribute)
             if self.ignores(value, path):
-                return
+                return None
             self.scopes.append((scope, attribute, value))
         is_renamed = any(value is one for one in _IMPORTERS) and chain[-1] not in IMPORTING
         if is_renamed or any(value is one for one in _UNFOLLOWED):
@@ -505,6 +486,7 @@ class CodeWalk(Encoder):
                 self.parts[f"global {where} {owner}"] = self.encode(one, where)
         else:
             self.parts[f"global {path} {owner}"] = self._in_package(inside, value, path)
+        return value
 
     def _unfollowed(self, function: types.FunctionType, what: str, owner: str) -> None:
         if id(function) not in self._constructors:
@@ -548,7 +530,7 @@ class CodeWalk(Encoder):
         """Bytes of what code takes from an installed module: its name, or other code that was put there."""
         known = self.python_module(module, path)
         is_function = isinstance(value, types.FunctionType)
-        if is_operator(value) or (is_function and self.origins.of(value) == "project"):
+        if libraries.is_operator(value) or (is_function and self.origins.of(value) == "project"):
             return self.encode(value, path)
         is_read = is_function or isinstance(value, type) or is_plain(value)
         is_installed = self.origins.of(module) == "installed"
@@ -584,9 +566,9 @@ class CodeWalk(Encoder):
                     self._held |= {id(module)} if is_held else set()
                     continue
                 self.reads.append((_loaded, place))  # once it is imported, its names can be read
-                if not sourcecode.is_known_root(place) and (file := place_of(place)) is not None:
+                if not sourcecode.is_known_root(place) and (spec := spec_of(place)) and spec.has_location:
                     self.not_imported.add(place)
-                    data += text_bytes(sourcecode.file_digest(file))
+                    data += text_bytes(sourcecode.file_digest(spec.origin or ""))
                     if catches:  # it may have failed, for a reason that no file tells
                         data += self.unreadable(_MISSING, f"{place} (not imported)")
         return data
@@ -603,15 +585,15 @@ class CodeWalk(Encoder):
             self._versions[module] = version
             words = self._texts.words(file)
             self.uses.others |= words
-            self._words.setdefault(root, set()).update(words)
+            self._words_of_others |= words if root not in libraries.RELATED else set()
         return text_bytes(f"{module} {name} {self._versions[module]}")
 
     def operator(self, value: Any, path: str) -> bytes:
         """Write down an operator of torch: its name, and the user's functions if it is a custom one."""
-        name = operator_name(value)
-        state = definition(value)
+        name = libraries.operator_name(value)
+        state = libraries.definition(value)
         if state is None:
-            unknown = self.unreadable(value, path) if registered_otherwise(name) else b""
+            unknown = self.unreadable(value, path) if libraries.registered_otherwise(name) else b""
             return b"u" + text_bytes(str(value)) + unknown
         part = f"operator {name}"
         if part not in self.parts:
@@ -654,7 +636,7 @@ def _defaults_of(function: types.FunctionType) -> dict[str, Any]:
 
 
 def _short_name(obj: Any) -> str:
-    if is_ours(obj):  # the function that `torchcache(policy="lru")` returns counts as `torchcache`
+    if marks.is_ours(obj):  # the function that `torchcache(policy="lru")` returns counts as `torchcache`
         return str(obj.__qualname__).partition(".<locals>")[0]
     return str(obj.__qualname__).rpartition("<locals>.")[2]
 

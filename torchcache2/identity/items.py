@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import repeat
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -27,7 +29,10 @@ from torchcache2.identity.encoding import digest
 from torchcache2.identity.xxh3 import DIGESTS
 
 _SHORT = 256  # bytes; to copy so few is cheaper than to make an array for each row
+_MOST_GROUPS, _MOST_CONTEXT = 256, 4096  # headers that are remembered, and bytes of the context of one
 _BLOCK = 250  # elements; single elements with a stride would touch as many cache lines
+
+_Form = tuple[str, torch.dtype, torch.Size, bool]  # of a tensor: path, dtype, item's shape, channels last
 
 
 def item_keys(
@@ -37,6 +42,7 @@ def item_keys(
     entries: Sequence[tuple[str, Bytes2D]] = (),
     *,
     subsample_count: int | None = None,
+    groups: dict[Any, bytes] | None = None,
 ) -> Keys:
     """The keys of a batch.
 
@@ -53,59 +59,77 @@ def item_keys(
         both empty, and all have the same n.
     subsample_count : int, optional
         Elements to read of items that have more.
+    groups : dict, optional
+        The headers that are known, which this adds to, of calls with one `subsample_count`.
     """
-    leaves = sorted(leaves, key=lambda leaf: leaf[0])
-    entries = sorted(entries, key=lambda entry: entry[0])
+    leaves = sorted(leaves, key=itemgetter(0)) if len(leaves) > 1 else leaves
+    entries = sorted(entries, key=itemgetter(0)) if len(entries) > 1 else entries
     count = leaves[0][1].shape[0] if leaves else len(entries[0][1])
+    forms = [(path, t.dtype, t.shape[1:], t.dim() in (4, 5) and is_channels_last(t)) for path, t in leaves]
+    paths = [path for path, _ in entries]
+    known, shared = {} if groups is None else groups, (namespace, context, *forms, *paths)
+    group = known.get(shared)
+    if group is None:
+        group = _group(namespace, context, forms, paths, subsample_count)
+        if len(known) >= _MOST_GROUPS:
+            known.clear()
+        if len(context) <= _MOST_CONTEXT:
+            known[shared] = group
+    tensors = [tensor for _, tensor in leaves]
+    if subsample_count is not None:
+        most = subsample_count
+        tensors = [_subsample(t, most) if math.prod(t.shape[1:]) > most else t for t in tensors]
+    columns = [*_columns(tensors), *[_listed(column) for _, column in entries]]
+    keys = map(xxh3_128_digest, map(b"".join, zip(repeat(group, count), *columns, strict=True)))
+    return Keys(namespace, np.frombuffer(b"".join(keys), np.uint8).reshape(count, 16), group)
+
+
+def _group(
+    namespace: bytes,
+    context: bytes,
+    forms: Iterable[_Form],
+    entries: Iterable[str],
+    subsample_count: int | None,
+) -> bytes:
+    """The digest of what items of tensors of these forms share."""
     parts = [namespace, context]
-    tensors = []
-    for path, tensor in leaves:
-        parts.append(f"{path} {tensor.dtype} {tuple(tensor.shape[1:])}".encode())
-        if tensor.dim() in (4, 5) and is_channels_last(tensor):
+    for path, dtype, shape, is_last in forms:
+        parts.append(f"{path} {dtype} {tuple(shape)}".encode())
+        if is_last:
             parts.append(b"channels last")  # convolutions, and `view`, tell the two apart
-        if subsample_count is not None and math.prod(tensor.shape[1:]) > subsample_count:
+        if subsample_count is not None and math.prod(shape) > subsample_count:
             parts.append(f"subsample {subsample_count}".encode())
-            tensor = _subsample(tensor, subsample_count)
-        tensors.append(tensor)
-    columns = _columns(tensors)
-    for path, column in entries:
-        parts.append(f"entries of {path}".encode())
-        columns.append(column)
-    group = digest(parts)
-    digests = np.empty((count, len(columns) + 1, 16), np.uint8)
-    digests[:, 0] = np.frombuffer(group, np.uint8)
-    for place, column in enumerate(columns, start=1):
-        digests[:, place] = column
-    return Keys(namespace, _digests(digests.reshape(count, 16 * (len(columns) + 1))), group)
+    return digest(parts + [f"entries of {path}".encode() for path in entries])
 
 
-def _columns(tensors: Sequence[Tensor]) -> list[Bytes2D]:
+def _columns(tensors: Sequence[Tensor]) -> list[Iterable[bytes]]:
     """The digest of each item of each tensor. There is one wait for all that comes from accelerators."""
     there = [DIGESTS.of_items(tensor) for tensor in tensors]
     arriving = [t if digests is None else digests for t, digests in zip(tensors, there, strict=True)]
     if any(tensor.device.type != "cpu" for tensor in arriving):
         arriving = to_host(arriving)
     return [
-        _digests(_rows(tensor)) if digests is None else tensor.numpy()
+        map(xxh3_128_digest, _rows(tensor)) if digests is None else _listed(tensor.numpy())
         for tensor, digests in zip(arriving, there, strict=True)
     ]
 
 
-def _rows(tensor: Tensor) -> Bytes2D:
-    """The bytes of each item of a tensor of the host, shape ``(n, bytes)``."""
+def _rows(tensor: Tensor) -> Iterable[Any]:
+    """The bytes of each item of a tensor of the host."""
+    count = tensor.shape[0]
     try:
-        found = (tensor.detach() if tensor.requires_grad else tensor).numpy().reshape(tensor.shape[0], -1)
-        return np.ascontiguousarray(found).view(np.uint8)
-    except (RuntimeError, TypeError, ValueError):  # numpy has no such dtype, or there are no items
-        return item_bytes(tensor).numpy()
+        found = np.ascontiguousarray((tensor.detach() if tensor.requires_grad else tensor).numpy())
+        size = found.nbytes // count
+    except (RuntimeError, TypeError, ZeroDivisionError):  # numpy has no such dtype, or there are no items
+        found = item_bytes(tensor).numpy()
+        size = found.shape[1]
+    rows: Bytes2D = np.ndarray((count, size), np.uint8, found)
+    return _listed(rows) if 0 < size <= _SHORT else rows
 
 
-def _digests(rows: Bytes2D) -> Bytes2D:
-    count, size = rows.shape
-    items: Iterable[Any] = rows
-    if 0 < size <= _SHORT:
-        items = rows.view((np.void, size)).ravel().tolist()  # bytes objects, all made at once
-    return np.frombuffer(b"".join(map(xxh3_128_digest, items)), np.uint8).reshape(count, 16)
+def _listed(rows: Bytes2D) -> list[bytes]:
+    """The bytes of each row, all made at once."""
+    return np.ndarray(len(rows), f"V{rows.shape[1]}", rows).tolist()  # type: ignore[no-any-return]
 
 
 def _subsample(tensor: Tensor, count: int) -> Tensor:

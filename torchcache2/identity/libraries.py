@@ -6,7 +6,7 @@ import inspect
 import re
 import types
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,8 @@ from torchcache2.core.private import (
     OPERATOR_DEFINITION,
     REGISTERED_KERNELS,
     ScriptParts,
-    pytree,
 )
+from torchcache2.core.values import leaves_of, same
 from torchcache2.identity.sourcecode import (
     CompiledTexts,
     Origins,
@@ -44,15 +44,11 @@ class InstalledCode:
     def __init__(self, origins: Origins, texts: CompiledTexts) -> None:
         self.found: dict[str, Any] = {}  # the user's code that was met, by the place where it is
         self.registries: list[dict[Any, Any]] = []  # dicts to which more code may be added
+        # Names that stand for code, with the globals or the class that they are in, by its id.
+        self.scopes: dict[int, tuple[Mapping[str, Any], set[str]]] = {}
         self._origins, self._texts = origins, texts
         self._named: dict[int, Any] = {}
-        self._scopes: dict[int, tuple[Mapping[str, Any], set[str]]] = {}
         self._reached: dict[int, tuple[set[str], list[types.FunctionType]]] = {}
-
-    @property
-    def scopes(self) -> list[tuple[Mapping[str, Any], set[str]]]:
-        """Names that stand for code, with the globals or the class that they are in."""
-        return list(self._scopes.values())
 
     def functions(self) -> list[types.FunctionType]:
         """The functions of installed packages that were followed."""
@@ -143,7 +139,7 @@ class InstalledCode:
                 yield registry
 
     def _watch(self, owner: type | dict[str, Any], name: str) -> None:
-        self._scopes.setdefault(id(owner), (_scope_of(owner), set()))[1].add(name)
+        self.scopes.setdefault(id(owner), (_scope_of(owner), set()))[1].add(name)
 
 
 def _scope_of(owner: type | dict[str, Any]) -> Mapping[str, Any]:
@@ -243,7 +239,7 @@ class ScriptState:
     def __init__(self, parts: ScriptParts) -> None:
         self._parts = parts
         self.values = self._read()
-        self.is_plain = all(isinstance(leaf, _PLAIN) for leaf in pytree.tree_leaves(self.values))
+        self.is_plain = all(isinstance(leaf, _PLAIN) for leaf in leaves_of(self.values))
 
     def _read(self) -> dict[str, Any]:
         return {name: self._parts.read(name) for name in self._parts.attributes}
@@ -253,18 +249,9 @@ class ScriptState:
 
         The attributes themselves are new objects each time that they are read.
         """
-        now = self._read()
-        (leaves, shape), (before, old_shape) = map(pytree.tree_flatten, (now, self.values))
-        if shape != old_shape or not all(map(_same, leaves, before)):
+        if not same(now := self._read(), self.values):
             self.values = now
         return (self.values,)
-
-
-def _same(left: Any, right: Any) -> bool:
-    """Whether two plain values are the same; NaN is not equal to itself."""
-    if left is right or type(left) is not type(right) or isinstance(left, Tensor):
-        return left is right
-    return repr(left) == repr(right)
 
 
 # What is left out of namespaces: attributes of classes, or keys if they are mappings. No forward of these
@@ -302,32 +289,24 @@ _LEFT_OUT = {
 _CLASSES = frozenset(name for _, name in _LEFT_OUT)
 _CALLED = ("forward",)  # the package calls it, but uses nothing that it returns
 # These packages use such names only to save models and to write about them, not to compute.
-_RELATED = ("accelerate", "diffusers", "peft", "sentence_transformers", "transformers")
+RELATED = ("accelerate", "diffusers", "peft", "sentence_transformers", "transformers")
 
 
-class LeftOut(NamedTuple):
-    """An attribute that is left out unless the user's code names it, or a package that may read it does."""
-
-    package: str
-    attribute: str
-
-    def is_named(self, words: Mapping[str, Collection[str]]) -> bool:
-        """Whether such code names it. `words` are those in code, by package."""
-        last = self.attribute.rpartition(".")[2].lstrip("_")
-        names = {last, f"_{last}", f"__{last}"} - {*_CALLED}
-        others = [those for package, those in words.items() if package not in (self.package, *_RELATED)]
-        return not all(map(names.isdisjoint, others))
+def left_out(kind: type) -> list[str]:
+    """The attributes and keys that are left out of instances of a class, unless code names them."""
+    return [
+        name
+        for base in kind.__mro__
+        if base.__qualname__ in _CLASSES and origin(base) in ("installed", "torch")
+        for name in _LEFT_OUT.get((defining_module(base).partition(".")[0], base.__qualname__), ())
+    ]
 
 
-def left_out(kind: type) -> dict[str, LeftOut]:
-    """What is left out of instances of a class, by name of the attribute or key."""
-    found = {}
-    for base in kind.__mro__:
-        if base.__qualname__ in _CLASSES and origin(base) in ("installed", "torch"):
-            package = defining_module(base).partition(".")[0]
-            attributes = _LEFT_OUT.get((package, base.__qualname__), ())
-            found.update({name: LeftOut(package, name) for name in attributes})
-    return found
+def is_named(attribute: str, *words: Collection[str]) -> bool:
+    """Whether code with these words names what is left out; none of them are of `RELATED` packages."""
+    last = attribute.rpartition(".")[2].lstrip("_")
+    names = {last, f"_{last}", f"__{last}"} - {*_CALLED}
+    return not all(map(names.isdisjoint, words))
 
 
 def without_captures(hooks: Mapping[int, Any]) -> list[tuple[int, Any]]:

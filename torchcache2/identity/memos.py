@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import ast
 import dis
+import functools
 import re
 import types
 from collections.abc import Mapping
 from itertools import chain, islice
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 from torchcache2.identity import sourcecode
 from torchcache2.identity.codenames import chains_in, steps_of
@@ -44,17 +45,31 @@ _DEEPEST = 5
 
 
 class Memo:
-    """A memo that was met at a path, with the entries that it had then."""
+    """A dict, met at a path, that is a memo as far as the classes of its object say, and its entries then.
 
-    def __init__(self, path: str, value: dict[Any, Any], entries: dict[Any, Any]) -> None:
+    `names` are that of its attribute, and of what the method that fills it takes of the object besides. `own`
+    are the functions of these classes.
+    """
+
+    def __init__(
+        self, path: str, value: dict[Any, Any], names: set[str], own: list[types.FunctionType]
+    ) -> None:
         self.path, self.value = path, value
-        self._count = 0
-        self._take(entries)
-        self.count()
+        self._names, self._own, self._count = names, set(map(id, own)), 0
+        self._take(dict(value))
+
+    @functools.cached_property
+    def data(self) -> bytes:
+        """What is part of the key: a digest of the entries of the first look, or of the last `count`."""
+        return digest([Encoder().encode(self._entries, self.path)])
 
     def count(self) -> None:
         """Have all entries that were there at the last look be part of the key."""
-        self.data = digest([Encoder().encode(self._entries, self.path)])
+        vars(self).pop("data", None)
+
+    def is_named_by(self, function: types.FunctionType) -> bool:
+        """Whether other code may use the dict, or change what its method reads."""
+        return id(function) not in self._own and any(_names(function, name) for name in self._names)
 
     def same(self) -> bool:
         """Whether nothing was added or removed, and the first entries are as they were."""
@@ -78,24 +93,9 @@ class Memo:
         self._entries, self._count, self._start = entries, len(entries), _first(entries, _COMPARED)
 
 
-class Candidate(NamedTuple):
-    """A dict that is a memo as far as the classes of its object say."""
-
-    path: str
-    attribute: str
-    value: dict[Any, Any]
-    names: set[str]  # of the dict, and of what the method that fills it takes of the object besides
-    own: list[types.FunctionType]  # the functions of these classes
-
-    def is_named_by(self, function: types.FunctionType) -> bool:
-        """Whether other code may use the dict, or change what its method reads."""
-        is_own = any(function is one for one in self.own)
-        return not is_own and any(_names(function, name) for name in self.names)
-
-
-def candidates(value: Any, state: Mapping[str, Any], path: str, texts: CompiledTexts) -> list[Candidate]:
+def memos_of(value: Any, state: Mapping[str, Any], path: str, texts: CompiledTexts) -> dict[str, Memo]:
     """The attributes of an object, met at `path`, that may be memos; `state` are all of its attributes."""
-    found: list[Candidate] = []
+    found: dict[str, Memo] = {}
     dicts = {name: one for name, one in state.items() if type(one) is dict}
     scopes = [vars(base) for base in type(value).__mro__[:-1]]
     raw = [one for scope in scopes for one in list(scope.values())] if dicts else []
@@ -111,7 +111,7 @@ def candidates(value: Any, state: Mapping[str, Any], path: str, texts: CompiledT
         if reads is None or any(one not in state or not _is_data(state[one]) for one in reads - {name}):
             continue
         if not any(_may_change(one, read) for one in used if one is not users[0] for read in reads):
-            found.append(Candidate(f"{path}.{name}", name, memo, reads, own))
+            found[name] = Memo(f"{path}.{name}", memo, reads, own)
     return found
 
 

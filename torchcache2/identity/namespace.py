@@ -264,11 +264,10 @@ class NamespaceKeeper:
             return
         self._parts = {name: digest([data]) for name, data in walk.parts.items()}
         self._values = texts_of(walk.parts) | walk.texts()
-        self._parts["option cache_dtype"] = str(self._settings.cache_dtype).encode()
-        self._values["option cache_dtype"] = str(self._settings.cache_dtype)
-        if self._settings.ignore:
-            self._parts["option ignore"] = str(self._settings.ignore).encode()
-            self._values["option ignore"] = str(self._settings.ignore)
+        options = {"option cache_dtype": str(self._settings.cache_dtype)}
+        options |= {"option ignore": str(self._settings.ignore)} if self._settings.ignore else {}
+        self._parts |= {name: text.encode() for name, text in options.items()}
+        self._values |= options
         self.ignored = sorted(walk.ignored)
         for text in walk.ignore.keys() - {text for found in walk.ignored.values() for text in found}:
             self._tell(

@@ -99,13 +99,6 @@ def _is_call_without_seed(steps: list[dis.Instruction]) -> bool:
     return steps[count].opname.startswith("CALL") and steps[count].arg == count
 
 
-_DYNAMIC = (
-    "torch.ao.nn.quantized.dynamic",
-    "torch.ao.nn.intrinsic.quantized.dynamic",
-    "torch.nn.quantized.dynamic",
-)
-
-
 class UnsteadyLayer(NamedTuple):
     """The class of a layer, and what makes its output for an item depend on the batch or the call."""
 
@@ -116,7 +109,7 @@ class UnsteadyLayer(NamedTuple):
 def unsteady(module: nn.Module) -> UnsteadyLayer | None:
     """What makes the output of a module unsteady now, without its submodules; None if nothing does."""
     name = type(module).__name__
-    if type(module).__module__.startswith(_DYNAMIC):
+    if type(module).__module__.startswith("torch.") and ".quantized.dynamic" in type(module).__module__:
         return UnsteadyLayer(name, "scales")
     if isinstance(module, BATCH_NORMS):
         if module.training or module.running_mean is None:

@@ -32,7 +32,7 @@ from torch.nn.parameter import is_lazy
 from torchcache2.core import private
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.values import attributes
-from torchcache2.identity import marks
+from torchcache2.identity import libraries, marks
 from torchcache2.identity.codewalk import CodeWalk
 from torchcache2.identity.encoding import (
     CONTAINERS,
@@ -50,15 +50,7 @@ from torchcache2.identity.encoding import (
 )
 from torchcache2.identity.fingerprint import Fingerprint
 from torchcache2.identity.guard import MUTABLE, content
-from torchcache2.identity.libraries import (
-    OPERATORS,
-    ScriptState,
-    graph_code,
-    left_out,
-    script_code,
-    without_captures,
-)
-from torchcache2.identity.memos import Candidate, Memo, candidates
+from torchcache2.identity.memos import Memo, memos_of
 from torchcache2.identity.sharded import Shards
 from torchcache2.identity.sourcecode import CompiledTexts
 from torchcache2.identity.uses import is_plain, unmangled
@@ -173,7 +165,6 @@ class Walk(CodeWalk):
         self._plain_root = root if methods and _has_fields_alone(root) else None  # it is read as a module is
         self._settings, self._places = settings, places or {}
         self._known_memos = memos
-        self._candidates: dict[int, Candidate] = {}  # dicts that may be memos, by id
         self._is_inner = labels is not None
         self._labels.update(labels or {})
         self._attributes: list[_Field] = []
@@ -230,7 +221,7 @@ class Walk(CodeWalk):
             ordered = sorted(value, key=self._rank)
             return b"".join(map(sized, sorted(self.encode(element, f"{path}{{…}}") for element in ordered)))
         if isinstance(value, dict):
-            if left_out(type(value)):
+            if libraries.left_out(type(value)):
                 value = self.without_skipped(type(value), dict(value), path)
             self._note(value, value, path)
         return super().contents(value, path)
@@ -347,20 +338,17 @@ class Walk(CodeWalk):
         state = self.without_skipped(kind, marks.without_ours(state), path)
         if qualified_name(kind) == "tokenizers.Tokenizer":
             self.reads.append((_tokenizer, value))
-        is_plain_state = has_plain_state(value)
-        memos = (
-            candidates(value, state, path, self._texts)
-            if is_plain_state and self._known_memos is not None
-            else []
-        )
-        for one in memos:
-            self._candidates.setdefault(id(one.value), one)
-            del state[one.attribute]
+        is_plain_state, memos = has_plain_state(value), dict[str, Memo]()
+        if is_plain_state and self._known_memos is not None:
+            memos = memos_of(value, state, path, self._texts)
+        for attribute, one in memos.items():
+            self.memos.setdefault(id(one.value), one)
+            del state[attribute]
         self._note(value, state, path)
         head = self.klass(kind, path) + self.state(state, path)
         head += self.encode(cached, path) if cached else b""
         if is_plain_state:
-            return b"o" + head + b"".join(text_bytes(f"memo {one.attribute}") for one in memos)
+            return b"o" + head + b"".join(text_bytes(f"memo {attribute}") for attribute in memos)
         if hasattr(kind, "__next__"):
             return self.unreadable(value, path)  # an iterator's position changes as it is used
         try:
@@ -466,7 +454,7 @@ class Walk(CodeWalk):
     def _hooks(self, module: nn.Module, where: str) -> None:
         before, self.in_hook = self.in_hook, bool(where)
         for hooks in (private.PRE_HOOKS, private.HOOKS):
-            for number, (key, hook) in enumerate(without_captures(vars(module).get(hooks, {}))):
+            for number, (key, hook) in enumerate(libraries.without_captures(vars(module).get(hooks, {}))):
                 name = f"{where}{hooks}[{number}]"
                 flags = [key in vars(module).get(f"{hooks}_{flag}", ()) for flag in _HOOK_FLAGS]
                 self.parts[f"hook {name}"] = self.encode([hook, *flags], name)
@@ -485,8 +473,8 @@ class Walk(CodeWalk):
             return fields
         parts, own, code = private.script_parts(module), private.SCRIPT_FIELDS, None
         if parts is not None:
-            state = ScriptState(parts)
-            code = script_code(parts.methods) if state.is_plain else None
+            state = libraries.ScriptState(parts)
+            code = libraries.script_code(parts.methods) if state.is_plain else None
             own = own.union(method.name for method in parts.methods)
         if parts is None or code is None:
             self.parts[f"script {path}".rstrip()] = self.unreadable(module, path)
@@ -533,26 +521,25 @@ class Walk(CodeWalk):
 
     def _refuse_memos(self) -> bool:
         """Write down the dicts that other code than their own may use; whether there are such."""
-        if not self._candidates:
+        if not self.memos:
             return False
         is_dynamic, functions = self.uses.of(object).is_dynamic, self.followed()
         refused = [
             one
-            for key, one in self._candidates.items()
+            for key, one in self.memos.items()
             if is_dynamic or key in self.containers or any(map(one.is_named_by, functions))
         ]
         for one in refused:
-            del self._candidates[id(one.value)]
+            del self.memos[id(one.value)]
             self.parts[f"memo {one.path}"] = self.encode(one.value, one.path)
         return bool(refused)
 
     def _close_memos(self) -> None:
-        """Go on with the memos that are as they were, and begin with the others."""
-        for key, one in self._candidates.items():
+        """Go on with the memos that are as they were."""
+        for key, one in self.memos.items():
             known = (self._known_memos or {}).get(key)
-            if known is None or known.value is not one.value or known.path != one.path or not known.same():
-                known = Memo(one.path, one.value, dict(one.value))
-            self.memos[key] = known
+            if known is not None and known.value is one.value and known.path == one.path and known.same():
+                self.memos[key] = known
 
     def _lazy(self, lazy: Lazy, path: str) -> None:
         """Write down how a module is loaded. If it is, it is watched as any other.
@@ -636,26 +623,20 @@ def _logger(walk: Walk, value: logging.Logger, path: str) -> bytes:
     return head + walk.unreadable(value, path) + walk.klass(type(value), path) + walk.state(state, path)
 
 
-def _weak(walk: Walk, value: Any, path: str) -> bytes:
-    """Of a container whose content depends on which other objects are alive."""
-    if not walk.is_foreign:  # else it is, for example, the cache of functools.singledispatch
-        walk.reads.append((_is_empty, value))
-        if len(value):
-            return walk.unreadable(value, path)
-    return _class_alone(walk, value, path)
-
-
-def _thread_local(walk: Walk, value: threading.local, path: str) -> bytes:
-    if not walk.is_foreign:
-        walk.reads.append((_of_this_thread, value))
-        if vars(value) or type(value) is not threading.local:
-            token = walk.unreadable(value, path)
-            return token + walk.klass(type(value), path) + walk.state(dict(vars(value)), path)
-    return _class_alone(walk, value, path)
+def _fleeting(walk: Walk, value: Any, path: str) -> bytes:
+    """Of what differs from thread to thread, or depends on which other objects are alive."""
+    if walk.is_foreign:  # it is, for example, the cache of functools.singledispatch
+        return _class_alone(walk, value, path)
+    is_local = isinstance(value, threading.local)
+    walk.reads.append((_of_this_thread if is_local else _is_empty, value))
+    if not (vars(value) if is_local else len(value)) and type(value) in _FLEETING:
+        return _class_alone(walk, value, path)
+    state = walk.state(dict(vars(value)), path) if is_local else b""
+    return walk.unreadable(value, path) + walk.klass(type(value), path) + state
 
 
 def _script_function(walk: Walk, value: Any, path: str) -> bytes:
-    code = script_code([value])
+    code = libraries.script_code([value])
     return walk.unreadable(value, path) if code is None else b"J" + walk.encode(code, path)
 
 
@@ -664,6 +645,7 @@ def _storage(walk: Walk, value: torch.UntypedStorage | torch.TypedStorage, path:
     return b"B" + walk.encode(torch.empty(0, dtype=dtype, device=value.device).set_(value), path)
 
 
+_FLEETING = (threading.local, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
 _TABLE: dict[type, Callable[[Walk, Any, str], bytes]] = {
     nn.Module: Walk.module,
     type: Walk.klass,
@@ -680,12 +662,11 @@ _TABLE: dict[type, Callable[[Walk, Any, str], bytes]] = {
     torch.jit.ScriptFunction: _script_function,
     torch.UntypedStorage: _storage,
     torch.TypedStorage: _storage,
-    torch.fx.Graph: lambda walk, value, path: b"G" + walk.encode(graph_code(value), path),
+    torch.fx.Graph: lambda walk, value, path: b"G" + walk.encode(libraries.graph_code(value), path),
     torch.fx.Node: _fields_of(b"G", "name", "graph"),
-    threading.local: _thread_local,
-    **dict.fromkeys(OPERATORS, Walk.operator),
+    **dict.fromkeys(libraries.OPERATORS, Walk.operator),
     **dict.fromkeys(GENERATORS, _generator),
-    **dict.fromkeys((weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet), _weak),
+    **dict.fromkeys(_FLEETING, _fleeting),
     **dict.fromkeys((type(threading.Lock()), type(threading.RLock()), SemLock), _class_alone),
     **dict.fromkeys(
         (
@@ -715,14 +696,15 @@ def _parts_of_tensor(value: Tensor) -> list[Any]:
 # Types as they stand in annotations, such as ``int | None`` and type variables, are objects whose classes
 # differ between versions of Python.
 _FORMS = (type(typing.ClassVar), type(typing.List))  # noqa: UP006  such as Final, or List by itself
+_PARAMS = ("ParamSpec", "ParamSpecArgs", "ParamSpecKwargs")
 _NAMED_TYPES = tuple(
     getattr(typing, name)
-    for name in ("TypeVar", "ParamSpec", "TypeVarTuple", "TypeAliasType")
+    for name in ("TypeVar", "TypeVarTuple", "TypeAliasType", "ForwardRef", *_PARAMS)
     if hasattr(typing, name)
 )
 _TYPE_FIELDS = (
     *("__name__", "__bound__", "__constraints__", "__covariant__", "__contravariant__", "__value__"),
-    "__forward_arg__",
+    *("__forward_arg__", "__origin__"),
 )
 
 
@@ -730,10 +712,8 @@ def _parts_of_type(value: Any) -> list[Any] | None:
     """The parts of such a type, which are the same in every process; None for any other value."""
     if value is typing.Any:  # a class in some versions of Python
         return ["Any"]
-    if isinstance(value, (*_NAMED_TYPES, typing.ForwardRef)):
+    if isinstance(value, _NAMED_TYPES):
         return [type(value).__name__, *[getattr(value, field, None) for field in _TYPE_FIELDS]]
-    if isinstance(value, (typing.ParamSpecArgs, typing.ParamSpecKwargs)):
-        return [type(value).__name__, value.__origin__]
     origin = typing.get_origin(value)
     if origin is None:
         return [str(value)] if isinstance(value, _FORMS) else None

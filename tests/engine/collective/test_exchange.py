@@ -7,8 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.threadranks import Rank, in_threads, told, value
-from torchcache2.core.errors import RankError
+from tests.helpers.threadranks import NAMESPACE, Rank, in_threads, keys_of, told, value
+from torchcache2 import torchcache
+from torchcache2.core.errors import OptionError, RankError
+from torchcache2.core.settings import CacheSettings
+from torchcache2.engine.batch import FunctionSource, NotStoredError
+from torchcache2.engine.cache import Cache
+from torchcache2.engine.collective.exchange import Exchange, is_apart
 
 SHAPES = ((), (3,), (2, 0), (1,))
 
@@ -135,21 +140,6 @@ def test_ranks_leave_at_different_times_and_go_on_answering():
     assert sum(numbers.count(3) for numbers in results) == 1
 
 
-def test_a_loop_that_raises_is_told_to_those_that_have_left_it():
-    def run(rank, channel):
-        mine = Rank(channel)
-        try:
-            with mine.cache.join():
-                if rank == 1:
-                    raise KeyError("gone")
-        except (KeyError, RankError) as error:
-            return error
-        return None
-
-    first, second = in_threads(2, run)
-    assert isinstance(first, RankError) and first.rank == 1 and isinstance(second, KeyError)
-
-
 def test_a_call_alone_needs_nobody():
     def run(rank, channel):
         mine = Rank(channel)
@@ -164,18 +154,21 @@ def test_a_call_alone_needs_nobody():
     assert sorted(first + second) == [1, 2]
 
 
-def test_what_one_rank_drops_all_drop():
+def test_all_namespaces_that_one_rank_drops_all_drop():
     def run(rank, channel):
         mine = Rank(channel)
-        mine.fetch([1, 2])
-        mine.fetch([rank, 7])
-        if rank == 0:
+        names = [NAMESPACE, bytes(16)]
+        for mine.namespace in names * 2:
+            mine.fetch([1, 2])
+        mine.computed.clear()
+        for mine.cache.namespace in names if rank == 0 else []:
             mine.cache.clear()
-        mine.fetch([1, 7])
+        for mine.namespace in names:
+            mine.fetch([1, 2])
         return mine.computed
 
     first, second = told(in_threads(2, run))
-    assert sorted(first + second) == [0, 1, 1, 2, 7, 7]
+    assert sorted(first + second) == [1, 1, 2, 2]
 
 
 def test_a_second_thread_of_a_rank_is_an_error_and_the_first_goes_on():
@@ -213,3 +206,199 @@ def test_rows_of_several_shapes_go_in_one_step():
 
     computed = [number for numbers in told(in_threads(3, run)) for number in numbers]
     assert sorted(computed) == [10 * number + rank for number in range(len(SHAPES)) for rank in range(3)]
+
+
+# In which something was wrong once
+
+
+def test_a_loop_that_raises_is_told_if_an_earlier_step_has_failed_too():
+    """Errors that were handled say nothing of the next one; what follows from one needs no telling."""
+
+    def broken(positions):
+        raise ZeroDivisionError("here")
+
+    def fails(mine, rank):
+        try:
+            mine.fetch([rank], broken if rank == 0 else None)
+        except (ZeroDivisionError, RankError) as error:
+            return error
+        raise AssertionError("no error")
+
+    def run(rank, channel):
+        mine, caught = Rank(channel), []
+        fails(mine, rank)
+        for loop in range(3):
+            try:
+                with mine.cache.join():
+                    if loop:
+                        error = fails(mine, rank)
+                    if loop == 2:
+                        raise LookupError("it follows") from error
+                    if rank == 1:
+                        raise KeyError("gone")
+                    mine.fetch([3])
+            except (LookupError, RankError) as error:
+                caught.append(type(error))
+        mine.fetch([rank])
+        return caught
+
+    first, second = told(in_threads(2, run))
+    assert first == [RankError, RankError, LookupError] and second == [KeyError, KeyError, LookupError]
+
+
+def test_a_rank_without_memory_for_the_caches_own_work_goes_on_only_with_the_others():
+    """One that went on alone would wait for the others at its next reduction."""
+
+    def no_memory(*args):
+        raise torch.cuda.OutOfMemoryError("no memory")
+
+    def run(rank, channel):
+        mine, raised = Rank(channel), []
+        for step in range(4):
+            if rank == 0 and step in (1, 2):
+                setattr(mine.cache, ("find", "keep")[step - 1], no_memory)
+            try:
+                mine.fetch([10 * step + rank, 10 * step + 5])
+            except Exception as error:
+                raised.append((step, type(error)))
+            for name in ("find", "keep"):
+                vars(mine.cache).pop(name, None)
+        return raised
+
+    first, second = told(in_threads(2, run))
+    assert first == [(step, torch.cuda.OutOfMemoryError) for step in (1, 2)]
+    assert second == [(step, RankError) for step in (1, 2)]
+
+
+def test_rows_are_counted_if_what_else_a_rank_computes_is_not_stored():
+    def run(rank, channel):
+        mine = Rank(channel)
+        mine.fetch([rank])
+
+        def compute(positions):
+            raise NotStoredError("random", "it is random", "output")
+
+        try:
+            mine.cache.output(keys_of([0, 1, 10 + rank]), FunctionSource(compute, torch.device("cpu")))
+        except NotStoredError as stop:
+            stats = mine.cache.stats()
+            return stop.output, stats.received, stats.sent, stats.exchange_seconds >= 0
+        raise AssertionError("it is stored")
+
+    assert told(in_threads(2, run)) == [("output", 1, 1, True)] * 2
+
+
+def test_a_module_within_one_that_each_rank_caches_for_itself_takes_no_steps():
+    """A rank that finds the rows of the outer one does not call the inner one, but others may."""
+    outer = Cache(bytes(16), CacheSettings(max_memory_cache_size="1MB"))
+
+    def run(rank, channel):
+        mine = Rank(channel)
+
+        def compute(positions):
+            return mine.fetch([rank * 10 + i for i in positions.tolist()])
+
+        cache = outer if rank else Cache(bytes(16), CacheSettings(max_memory_cache_size="1MB"))
+        return cache.fetch(keys_of([1, 2]), compute)[:, 0].tolist()
+
+    outer.fetch(keys_of([1, 2]), lambda positions: torch.zeros(len(positions), 3))
+    assert told(in_threads(2, run)) == [[0, 1], [0, 0]]
+
+
+def in_step(module, channel):
+    net, exchange = torchcache(distributed="collective")(module), Exchange(channel)
+    net.cache_instance.engine.collective.exchange = lambda: None if is_apart() else exchange
+    return net
+
+
+class Centred(torch.nn.Module):
+    def forward(self, x):
+        return x - x.mean(dim=0)
+
+
+def test_rows_of_batches_of_one_item_are_not_taken_for_a_first_larger_batch():
+    """No probe has seen whether items depend on their batch, and here they do."""
+    items = torch.arange(12.0).reshape(4, 3)
+
+    def run(rank, channel):
+        net = in_step(Centred(), channel)
+        for batch in (items[rank][None], items[1:3] if rank == 0 else items[rank][None]):
+            assert torch.equal(net(batch), Centred()(batch))
+        return dict(net.cache_instance.stats().bypasses)
+
+    assert told(in_threads(3, run)) == [{"batch": 2}, {}, {}]
+
+
+def test_one_probe_is_enough_for_ranks_with_the_same_batch():
+    def run(rank, channel):
+        net = in_step(torch.nn.Tanh(), channel)
+        for step in range(3):
+            batch = torch.arange(36.0).reshape(12, 3) + 100 * step
+            assert torch.equal(net(batch), torch.tanh(batch))
+        return net.cache_instance.stats()
+
+    stats = told(in_threads(3, run))
+    assert sum(of.misses for of in stats) == 36 and all(of.misses >= 12 for of in stats)
+
+
+def test_a_rank_without_data_to_warm_up_with_is_an_error_in_all_ranks():
+    def run(rank, channel):
+        net = in_step(torch.nn.Identity(), channel)
+        try:
+            net.cache_instance.warmup([] if rank else [torch.zeros(3)] * 5)
+        except (RankError, OptionError) as error:
+            return type(error), getattr(error, "rank", None)
+        raise AssertionError("no error")
+
+    assert told(in_threads(2, run)) == [(RankError, 1), (OptionError, None)]
+
+
+def test_who_has_left_the_loop_of_one_module_answers_for_all():
+    """It has rows of another one, and what is dropped then is dropped wherever it is."""
+
+    def run(rank, channel):
+        mine = Rank(channel)
+        first, second = mine.cache, Rank(channel, bytes(16), cache_dtype=torch.float64).cache
+        second.collective.exchange = first.collective.exchange
+        first.collective.name, second.collective.name = "first", "second"
+        mine.fetch([1])
+        mine.cache, mine.namespace = second, second.namespace
+        mine.fetch([2, 3] if rank == 0 else [])
+        with first.join():
+            if rank == 0:
+                first.clear()
+            else:
+                mine.fetch([2])
+        held = [
+            first.collective.holdings.owned(keys_of([1])),
+            second.collective.holdings.owned(keys_of([2], second.namespace)),
+        ]
+        with first.join():
+            if rank == 1:
+                second.clear()
+                mine.fetch([])
+        held.append(second.collective.holdings.owned(keys_of([2, 3], second.namespace)))
+        return mine.computed, [len(parts) > 0 for parts in held]
+
+    first, second = told(in_threads(2, run))
+    assert first == ([1, 2, 3], [False, True, False]) or first == ([2, 3], [False, True, False])
+    assert second[0] in ([], [1]) and not second[1][0] and not second[1][2]
+
+
+def test_rows_that_a_rank_finds_are_its_output_if_their_check_raises(tmp_path):
+    broken = tmp_path / "broken"
+
+    def doubled(x):
+        if broken.exists():
+            raise OSError("no such thing")
+        return x * 2
+
+    def run(rank, channel):
+        net, x = in_step(doubled, channel), torch.rand(2, 3)
+        for item in x.split(1):
+            net(item)
+        channel.gather("before", b"")
+        broken.touch()
+        assert torch.equal(net(x), x * 2)
+
+    told(in_threads(2, run))

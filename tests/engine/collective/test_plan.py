@@ -118,35 +118,23 @@ def test_identical_batches_warm_one_rank_in_each_step(size, pace):
     assert not cold
 
 
-def test_batches_without_a_common_item_warm_all_ranks_at_once():
-    asked = np.repeat(np.eye(4, dtype=bool), 5, axis=0)
-    plan = plan_of(asked, whole=range(4))
-    assert (loads_of(plan, 4) == 5).all()
-
-
-def test_a_rank_that_must_run_comes_before_one_whose_turn_it_is():
+PLANS = {  # by the ranks that ask for each key, those that run their whole batch, and whose turn it is
+    "no common item warms all ranks at once": ([1, 1, 2, 2, 4, 8], range(4), 0, [0, 0, 1, 1, 2, 3]),
     # Rank 1 alone asks for the last key, so it runs anyway: then rank 0 need not.
-    asked = flags_of([0b11, 0b11, 0b10], 2)
-    plan = plan_of(asked, whole=[0, 1], turn=0)
-    assert plan.tolist() == [1, 1, 1]
-
-
-def test_nothing_that_whole_batches_alone_ask_for_is_left():
+    "a rank that must run comes before one whose turn it is": ([3, 3, 2], [0, 1], 0, [1, 1, 1]),
     # Each pair has a key: the first takes two, and what the other two share needs one of them.
-    asked = flags_of([0b011, 0b110, 0b101], 3)
-    for turn in range(3):
-        plan = plan_of(asked, whole=[0, 1, 2], turn=turn)
-        assert (plan >= 0).all() and loads_of(plan, 3)[turn] == 2
-
-
-def test_a_rank_that_gets_nothing_may_get_it_from_ranks_that_compute_parts():
+    "nothing that whole batches alone ask for is left": ([3, 6, 5], [0, 1, 2], 0, [0, 1, 0]),
+    "nor at another turn": ([3, 6, 5], [0, 1, 2], 1, [1, 1, 2]),
     # Rank 0 takes its turn; rank 1 shares a key with it, and the other one is rank 2's.
-    asked = flags_of([0b011, 0b110], 3)
-    plan = plan_of(asked, whole=[0, 1], turn=0)
-    assert plan.tolist() == [0, 2]
+    "the others may be ranks that compute parts": ([3, 6], [0, 1], 0, [0, 2]),
+}
+
+
+@pytest.mark.parametrize(("masks", "whole", "turn", "source"), PLANS.values(), ids=PLANS)
+def test_who_runs_a_whole_batch(masks, whole, turn, source):
+    assert plan_of(flags_of(masks, 4), whole=whole, turn=turn).tolist() == source
 
 
 def test_keys_that_somebody_has_start_no_whole_batch():
     asked = np.ones((8, 2), bool)
-    plan = plan_of(asked, held=flags_of([0b01] * 8, 2), whole=[0, 1])
-    assert (plan == 0).all()
+    assert (plan_of(asked, held=flags_of([0b01] * 8, 2), whole=[0, 1]) == 0).all()

@@ -1,23 +1,22 @@
 """Rows that other ranks own: they may go at any time, and other rows never notice that they are there."""
 
+import contextlib
 import os
 import tempfile
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.helpers import storage
 from tests.helpers.replicas import Replicas, Stack
-from tests.helpers.storage import CPU, NAMESPACES, found, keys_of, rows_of, warnings_of
+from tests.helpers.storage import NAMESPACES, found, keys_of, warnings_of
 from torchcache2 import CacheSettings
-from torchcache2.core.rows import Rows
 from torchcache2.engine.cache import Cache
 from torchcache2.engine.stack import TierStack
-from torchcache2.tiers.base import Tier, replicas_of
+from torchcache2.tiers.base import replicas_of
 from torchcache2.tiers.memory import columns as columns_module
 from torchcache2.tiers.memory import table as table_module
 from torchcache2.tiers.memory.tier import MemoryTier
@@ -29,8 +28,17 @@ JOB = b"a job of 16 byte"
 KINDS = ["mru", "lru", "moved", "shared"]
 
 
+@pytest.fixture
+def share(tmp_path):
+    """Makes tiers of one job."""
+    with contextlib.ExitStack() as tiers:
+        yield lambda *args, **options: tiers.enter_context(
+            contextlib.closing(SharedTier(JOB, *args or [10**7], folder=str(tmp_path), **options))
+        )
+
+
 @pytest.fixture(params=KINDS)
-def make(request, monkeypatch, tmp_path):
+def make(request, monkeypatch, share):
     """Makes tiers of each kind that keeps replicas; those that share are of one job."""
     if request.param == "moved":  # as on devices, where columns grow by moving
 
@@ -38,34 +46,14 @@ def make(request, monkeypatch, tmp_path):
             raise OSError("no address space")
 
         monkeypatch.setattr(columns_module.mmap, "mmap", refuse)
-    tiers = []
 
     def made(budget=10**7, in_use=None):
         if request.param == "shared":
-            tier = SharedTier(JOB, budget, in_use, folder=str(tmp_path))
-        else:
-            tier = MemoryTier(budget, "lru" if request.param == "lru" else "mru", in_use=in_use)
-        tiers.append(tier)
-        return tier
+            return share(budget, in_use=in_use)
+        return MemoryTier(budget, "lru" if request.param == "lru" else "mru", in_use=in_use)
 
     made.kind = request.param
-    yield made
-    for tier in tiers:
-        tier.close()
-
-
-@pytest.fixture
-def share(tmp_path):
-    """Makes tiers of one job."""
-    tiers = []
-
-    def made(budget=10**7, in_use=None):
-        tiers.append(SharedTier(JOB, budget, in_use, folder=str(tmp_path)))
-        return tiers[-1]
-
-    yield made
-    for tier in tiers:
-        tier.close()
+    return made
 
 
 def put(store, names, width=100, namespace=NAMESPACES[0]):
@@ -83,19 +71,6 @@ def filled(replicas, width=100, count=200, namespace=NAMESPACES[0], first=0):
         kept.append(put(replicas, range(first, first + count), width, namespace))
         first += count
     return sum(kept[1:])
-
-
-def test_replicas_are_found_as_replicas_only(make):
-    tier = make()
-    replicas = Replicas(Stack(tier))
-    assert put(replicas, range(20)) == 20 and put(replicas, range(15, 25)) == 5
-    assert there(replicas, range(30)) == list(range(25))
-    assert there(tier, range(30)) == [] and not tier.has(keys_of(range(30))).any()
-    assert put(tier, range(10, 30)) == 20
-    assert there(tier, range(30)) == list(range(10, 30))
-    assert there(replicas, range(30)) == list(range(25))
-    assert tier.stats().rows == 45
-    assert there(replicas, range(30), namespace=NAMESPACES[1]) == []
 
 
 def test_they_go_with_their_namespace(make):
@@ -218,39 +193,6 @@ def test_many_shapes(monkeypatch):
     assert put(replicas, [99], 99) == 0
 
 
-def test_rows_of_any_schema(make):
-    replicas = Replicas(Stack(make()))
-    outputs = {
-        "tree": {"x": torch.rand(3, 2, 4), "y": (None, 2.5, "text"), "z": torch.arange(3).bool()},
-        "bare": torch.rand(3, 3, 4, 5).bfloat16().to(memory_format=torch.channels_last),
-        "none": torch.rand(3, 0),
-    }
-    for name, output in outputs.items():
-        keys = keys_of([(name, i) for i in range(3)])
-        assert replicas.put(keys, Rows.from_pytree(output, 3, device=CPU)) == 3
-    for name, output in outputs.items():
-        ((positions, rows),) = replicas.get(keys_of([(name, 2), "unknown", (name, 0)])).parts
-        assert positions.tolist() == [0, 2]
-        expected = Rows.from_pytree(output, 3, device=CPU).take(torch.tensor([2, 0]))
-        assert rows.schema == expected.schema
-        assert all(map(torch.equal, rows.columns, expected.columns))
-
-
-def test_no_rows(make):
-    replicas = Replicas(Stack(make()))
-    assert replicas.put(keys_of([]), rows_of([], 3)) == 0
-    assert replicas.get(keys_of([])).parts == [] and replicas.get(keys_of([1])).parts == []
-
-
-def test_memory_of_nothing():
-    replicas = Replicas(Stack(MemoryTier(0)))
-    assert put(replicas, range(5)) == 0 and there(replicas, range(5)) == []
-
-
-def test_other_tiers_keep_none(make):
-    assert Tier.keep_replicas(make(), keys_of([1]), rows_of([1], 3)) == 0
-
-
 # In a stack
 
 
@@ -279,19 +221,6 @@ def blocks(*tiers):
     regions = [table.region for tier in tiers for table in tier._tables.open.values()]
     sizes = {region.inode: os.fstat(region.descriptor).st_blocks * 512 for region in regions}
     return sum(sizes.values())
-
-
-def test_processes_share_them_and_forget_them_together(share):
-    first, second = share(), share()
-    ones, others = Replicas(Stack(first)), Replicas(Stack(second))
-    put(ones, range(10))
-    assert there(others, range(20)) == list(range(10)) and put(others, range(5, 15)) == 5
-    assert there(ones, range(20)) == list(range(15))
-    second.let_go(NAMESPACES[0])
-    assert there(ones, range(20)) == list(range(15))
-    second.drop(NAMESPACES[0])
-    assert there(ones, range(20)) == there(others, range(20)) == []
-    assert put(ones, range(20)) == 20 and there(others, range(20)) == list(range(20))
 
 
 def test_memory_is_there_for_others_though_processes_have_the_replicas_open(share):

@@ -1,7 +1,6 @@
 """Cases in which ranks leave a loop one after another. test_collective.py runs them."""
 
 import contextlib
-import time
 
 import torch
 from torch import nn
@@ -81,26 +80,6 @@ def other_options_have_nothing_to_join(ranks):
     with net.cache_instance.join(), net.cache_instance.alone():
         for _ in range(3 * ranks.rank):
             ranks.check(net, ITEMS[:8])
-
-
-@case(ranks=3)
-def a_loop_that_raises_in_one_rank(ranks):
-    ranks.nodes(3)
-    net = ranks.cached(Backbone())
-    for victim in range(3):
-        began = time.monotonic()
-        text = "ValueError: a bad item" if victim else "KeyError: 'a bad item'"
-        if ranks.rank == victim:
-            kind = ValueError if victim else KeyError
-            with raises(kind), net.cache_instance.join():
-                ranks.check(net, ITEMS[:8])
-                raise kind("a bad item")
-        else:
-            with raises(RankError, f"rank {victim}", text) as caught, net.cache_instance.join():
-                for step in range(1 if ranks.rank == 2 else 5):  # some have left already
-                    ranks.check(net, ITEMS[8 * step :][:8])
-            assert caught[0].rank == victim and time.monotonic() - began < SOON
-        ranks.check(net, ITEMS[victim * 8 :][:8])
 
 
 @case(ranks=3)

@@ -1,7 +1,6 @@
 """Cases in which a rank in step fails. test_collective.py runs them."""
 
 import os
-import threading
 import time
 from unittest import mock
 
@@ -10,8 +9,9 @@ import torch
 from tests.helpers.steps import ITEMS, SOAK, Backbone, case, dist, raises, run_cases
 from torchcache2 import InputError, RankError
 from torchcache2.engine.cache import Cache
-from torchcache2.engine.collective import exchange
-from torchcache2.engine.collective.exchange import Holdings, Shipment
+from torchcache2.engine.collective import plan
+from torchcache2.engine.collective.exchange import Holdings
+from torchcache2.engine.collective.plan import Asked
 
 SOON = 3.0  # seconds; `make bench` holds a smaller bound on a machine that does nothing else
 
@@ -59,7 +59,7 @@ def in_keeping(ranks):
 
 
 def in_preparing(ranks):
-    return mock.patch.object(Shipment, "offer", planned)
+    return mock.patch.object(Asked, "offer", planned)
 
 
 @case(ranks=3, more=15)
@@ -99,7 +99,7 @@ def an_error_while_others_read_rows(ranks):
 @case(ranks=3, more=3)
 def an_error_when_rows_are_sent_or_kept(ranks):
     """Nobody can be told of it in this step, so the connection ends, which others notice at once."""
-    stages = [(exchange, "packed"), (exchange, "unpacked"), (Holdings, "put_replicas")]
+    stages = [(plan, "packed"), (plan, "unpacked"), (Holdings, "put_replicas")]
     for number, (place, name) in enumerate(stages):
         ranks.again()
         ranks.nodes(3)
@@ -182,33 +182,6 @@ def a_rank_that_does_not_come_is_named(ranks):
                 net(ITEMS)  # and no second wait
         dist.barrier(_rest)  # until then the absent one has closed nothing
         net.cache_instance.close()
-
-
-@case(ranks=3)
-def a_second_thread_gets_an_error_and_harms_nobody(ranks):
-    ranks.nodes(3)
-    net = ranks.cached(Backbone())
-    ranks.check(net, ITEMS[ranks.rank :: 3][:8])
-    caught = []
-
-    def also(x, output):
-        def call():
-            try:
-                net(ITEMS[:4])
-            except Exception as error:
-                caught.append(error)
-
-        thread = threading.Thread(target=call)
-        thread.start()
-        thread.join()
-
-    if ranks.rank == 1:
-        ranks.on_compute = also
-    ranks.check(net, ITEMS[ranks.rank :: 3])
-    ranks.on_compute = lambda x, output: None
-    assert [type(error) for error in caught] == [RankError] * (ranks.rank == 1), caught
-    assert all("threads" in str(error) for error in caught)
-    ranks.check(net, ITEMS)
 
 
 @case(ranks=2)

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, get_worker_info
 
-from tests.helpers import kinds, trees
 from tests.helpers.outputs import assert_same
 from tests.helpers.steps import ITEMS, SOAK, Backbone, case, expected, raises, run_cases
 from torchcache2 import RankError
@@ -36,19 +35,12 @@ def once(ranks, nodes, count=96, **options):
     return net
 
 
-@case(daily=False)
-def each_item_is_computed_once_on_one_node(ranks):
-    once(ranks, 1)
-
-
-@case()
-def each_item_is_computed_once_on_two_nodes(ranks):
-    once(ranks, 2)
-
-
-@case(daily=False)
-def each_item_is_computed_once_by_ranks_that_share_nothing(ranks):
-    once(ranks, ranks.count)
+@case(more=3)
+def each_item_is_computed_once_on_any_number_of_nodes(ranks):
+    for nodes in (2, 1, ranks.count) if SOAK else (2,):
+        ranks.again()
+        once(ranks, nodes)
+        ranks.computed.clear()
 
 
 @case()
@@ -77,14 +69,15 @@ def lists_with_an_entry_for_each_item(ranks):
     mine, others = ITEMS[ranks.rank : 12 : 2], ITEMS[1 - ranks.rank : 12 : 2]
     for batch in (mine, others, ITEMS[:14], ITEMS[:14], ITEMS[3:9]):
         found = function(batch)
-        kinds.assert_same(ragged(batch), found)
+        assert_same(ragged(batch), found)
         found["e"].clear()
     stats = function.cache_instance.stats()
     assert ranks.total(stats.sent) > 12 and stats.bypasses == {} and stats.hits >= 6 + 12 + 14 + 6
 
 
-def identical(ranks, nodes):
-    ranks.nodes(nodes)
+@case()
+def identical_batches_are_split_over_nodes(ranks):
+    ranks.nodes(ranks.count)
     net = ranks.cached(Backbone())
     for step, batch in enumerate(ITEMS[: 19 * (2 * ranks.count)].split(19)):
         before = sum(map(len, ranks.computed))
@@ -96,44 +89,8 @@ def identical(ranks, nodes):
     assert set(ranks.times_computed().values()) == {1}
 
 
-@case(daily=False)
-def identical_batches_are_split_on_one_node(ranks):
-    identical(ranks, 1)
-
-
-@case()
-def identical_batches_are_split_over_nodes(ranks):
-    identical(ranks, ranks.count)
-
-
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 FLOATS += [getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2") if hasattr(torch, name)]
-INTS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
-WIDE = [torch.uint16, torch.uint32, torch.uint64]
-COMPLEX = [torch.complex64, torch.complex128]
-SPECS = [
-    {f"{dtype}": (dtype, (3,)) for dtype in [torch.bool, *INTS, *WIDE, *FLOATS, *COMPLEX]},
-    [(torch.float32, (2, 0)), (torch.bool, ()), {"name": "text", "none": None, "pair": (1, 2.5)}],
-    ((torch.int16, (1,)), [(torch.uint8, (5,)), ((torch.float64, (2, 3, 4)),)], True),
-    (torch.complex64, ()),
-]
-
-
-@case(ranks=3)
-def outputs_of_all_dtypes_and_structures(ranks):
-    ranks.nodes(3)
-    items = torch.arange(30)
-    for spec in SPECS:
-
-        def produced(items, spec=spec):
-            return trees.build(spec, items)
-
-        cached = ranks.cached(produced)
-        for turn in range(3):  # each shard is computed by one rank, and sent to the other two
-            shard = items[(ranks.rank + turn) % 3 :: 3]
-            assert_same(cached(shard), produced(shard))
-        stats = cached.cache_instance.stats()
-        assert (stats.misses, stats.received, stats.bypasses) == (10, 20, {}), stats
 
 
 class Images(nn.Module):
@@ -168,44 +125,6 @@ def each_rank_has_another_width_in_a_step(ranks):
     assert (stats.misses, stats.hits, stats.received) == (8, 32, received), stats
 
 
-@case(ranks=3)
-def rows_of_two_shapes_in_one_batch(ranks):
-    ranks.nodes(3)
-
-    def cut(x):
-        return x[:, : int(x[:, 0].max())]
-
-    cached = ranks.cached(cut)
-    of_two, of_three = (torch.full((4, 5), value) + torch.arange(4.0)[:, None] / 8 for value in (2.0, 3.0))
-    batches = [(of_two, of_three, of_two), (of_three, of_two, torch.cat([of_two, of_three]))]
-    batches += [(torch.cat([of_three, of_two]), of_two, of_three)] * 2
-    for of_ranks in batches:
-        batch = of_ranks[ranks.rank]
-        assert_same(cached(batch), cut(batch))
-
-
-@case()
-def batches_of_all_sizes_and_empty_ones(ranks):
-    ranks.nodes(2)
-    net = ranks.cached(Backbone())
-    ranks.begin(net)
-    for sizes in ([0, 3, 5, 1], [4, 0, 0, 0], [0, 0, 0, 0], [1, 2, 3, 4], [64, 0, 1, 64], [6, 6, 6, 6]):
-        ranks.check(net, ITEMS[: sizes[ranks.rank]])
-        ranks.check(net, ITEMS[ranks.rank :][: sizes[-ranks.rank]])
-    assert {item for item, times in ranks.times_computed().items() if times > 1} == set()
-
-
-@case(ranks=3)
-def items_that_are_equal_within_a_batch_and_between_ranks(ranks):
-    ranks.nodes(3)
-    net = ranks.cached(Backbone())
-    ranks.begin(net)
-    for step in range(4):
-        batch = ITEMS[4 * step : 4 * step + 4][torch.tensor([0, 1, 1, 3, 0, (ranks.rank + 2) % 4])]
-        ranks.check(net, batch)
-    assert set(ranks.times_computed().values()) == {1}
-
-
 @case()
 def ranks_that_pass_calls_by(ranks):
     ranks.nodes(ranks.count)
@@ -226,20 +145,6 @@ def ranks_that_pass_calls_by(ranks):
 
 
 @case()
-def ranks_whose_weights_differ(ranks):
-    ranks.nodes(ranks.count)
-    last = ranks.count - 1
-    scale = 5.0 if ranks.rank == last else 2.0
-    net = ranks.cached(Backbone(scale))
-    for turn in range(5):
-        ranks.check(net, ITEMS[(ranks.rank + turn) % ranks.count :: ranks.count], scale)
-    ranks.check(net, ITEMS, scale)
-    told = [text for text in ranks.warnings if "share no rows" in text]
-    assert len(told) == (ranks.rank == 0), ranks.warnings
-    assert all("scale" in text and f"rank {last}" in text for text in told), told
-
-
-@case()
 def weights_that_change_in_all_ranks_at_once(ranks):
     ranks.nodes(2)
     net = ranks.cached(Backbone())
@@ -250,19 +155,6 @@ def weights_that_change_in_all_ranks_at_once(ranks):
         ranks.check(net, ITEMS[ranks.rank :: ranks.count], scale)
         ranks.check(net, ITEMS, scale)
     assert ranks.warnings == []
-
-
-@case()
-def rows_that_one_rank_clears(ranks):
-    ranks.nodes(2)
-    net = ranks.cached(Backbone())
-    ranks.check(net, ITEMS[ranks.rank :: ranks.count])
-    ranks.check(net, ITEMS)
-    if ranks.rank == 2:
-        net.cache_instance.clear()
-    ranks.computed.clear()
-    ranks.check(net, ITEMS)
-    assert ranks.times_computed() == dict.fromkeys(ITEMS[:, 0].tolist(), 1)
 
 
 @case(ranks=3)
@@ -396,36 +288,12 @@ class Named(Backbone):
 def groups_that_a_module_names(ranks):
     ranks.nodes(2)
     named = dist.new_group()
-    net = ranks.cached(Named(named), process_group=None)
-    ranks.check(net, ITEMS[ranks.rank :: ranks.count])
-    ranks.check(net, ITEMS)
-    assert set(ranks.times_computed().values()) == {1} and net.cache_instance.stats().received > 0
-
-
-@case()
-def all_ranks_without_a_group(ranks):
-    ranks.nodes(2)
-    net = ranks.cached(Backbone(), process_group=None)
-    ranks.check(net, ITEMS[ranks.rank :: ranks.count])
-    ranks.check(net, ITEMS)
-    assert set(ranks.times_computed().values()) == {1}
-
-
-@case()
-def calls_of_one_rank_alone(ranks):
-    ranks.nodes(ranks.count)
-    net = ranks.cached(Backbone())
-    ranks.check(net, ITEMS[:96][ranks.rank :: ranks.count])
-    if ranks.rank == 0:
-        with net.cache_instance.alone():
-            for _ in range(3):
-                ranks.check(net, ITEMS[48:144])
-    mine = 96 // ranks.count
-    there = 48 // ranks.count  # of the items that rank 0 has computed with the others
-    assert sum(map(len, ranks.computed)) == (mine if ranks.rank else mine + 96 - there)
-    ranks.computed.clear()
-    ranks.check(net, ITEMS[:144])  # what it has computed alone, it sends to the others
-    assert sum(map(len, ranks.computed)) == 0
+    for module in (Named(named), nn.Sequential(Backbone())):  # the second one names none: it has all ranks
+        net = ranks.cached(module, process_group=None)
+        ranks.check(net, ITEMS[ranks.rank :: ranks.count])
+        ranks.check(net, ITEMS)
+        assert set(ranks.times_computed().values()) == {1} and net.cache_instance.stats().received > 0
+        ranks.computed.clear()
 
 
 @case(ranks=3)
@@ -447,17 +315,6 @@ def a_folder_that_one_rank_has(ranks):
     stats = net.cache_instance.stats()
     assert sum(map(len, ranks.computed)) == stats.misses == 0
     assert (stats.disk_rows, stats.received > 0) == (len(ITEMS) if ranks.rank == 1 else 0, ranks.rank != 1)
-
-
-@case()
-def memory_that_is_too_small(ranks):
-    ranks.nodes(2)
-    for policy in ("mru", "lru"):
-        net = ranks.cached(Backbone(), max_memory_cache_size=3000, policy=policy)
-        order = torch.Generator().manual_seed(ranks.rank)
-        for _ in range(4):
-            ranks.check(net, ITEMS[torch.randperm(192, generator=order)[:40]])
-        assert net.cache_instance.stats().faults == 0
 
 
 class Squares(torch.utils.data.Dataset):
@@ -501,17 +358,6 @@ def workers_of_loaders_call_alone(ranks):
     outputs = torch.cat(list(loader))
     assert_same(outputs, expected(ITEMS[: len(outputs)]))
     ranks.check(net, ITEMS)
-
-
-@case(ranks=2)
-def modes_of_torch_that_differ(ranks):
-    ranks.nodes(2)
-    net = ranks.cached(Backbone())
-    modes = [torch.no_grad(), torch.inference_mode()]
-    for turn in range(3):
-        with modes[(ranks.rank + turn) % 2]:
-            output = net(ITEMS[(ranks.rank + turn) % 2 :: 2])
-        assert torch.equal(output, expected(ITEMS[(ranks.rank + turn) % 2 :: 2]))
 
 
 @case(ranks=2)

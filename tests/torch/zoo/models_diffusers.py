@@ -41,13 +41,6 @@ def autoencoder():
     return diffusers.AutoencoderKL(latent_channels=4, **kinds, **BLOCKS)
 
 
-def vq():
-    import diffusers
-
-    kinds = {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}
-    return diffusers.VQModel(latent_channels=3, num_vq_embeddings=16, **kinds, **BLOCKS)
-
-
 def unet():
     import diffusers
 

@@ -43,10 +43,6 @@ def sounds(count):
     return {"input_values": torch.randn(count, 800)}
 
 
-def spectra(count):
-    return {"input_features": torch.randn(count, 8, 20)}
-
-
 def gpt2():
     config = transformers.GPT2Config(
         vocab_size=WORDS, n_positions=16, n_embd=16, n_layer=2, n_head=2, use_cache=False

@@ -279,22 +279,20 @@ def layers(torchcache):
     return lambda items: hidden_states(rows[items]), [hidden_states]
 
 
-PIPELINES = {
-    each.__name__: each
-    for each in (
-        latents,
-        prompts,
-        clip,
-        open_clip,
-        sentences,
-        whisper,
-        speech,
-        detection,
-        reference,
-        embedder,
-    )
-}
-PIPELINES["layers"] = layers
+MAKERS = (
+    latents,
+    prompts,
+    clip,
+    open_clip,
+    sentences,
+    whisper,
+    speech,
+    detection,
+    reference,
+    embedder,
+    layers,
+)
+PIPELINES = {make.__name__: make for make in MAKERS}
 
 
 def plain(target=None, **_):

@@ -12,12 +12,7 @@ from tests.torch.zoo.families import SkippedError, time_box
 
 SECONDS = int(os.environ.get("ZOO_SECONDS", "120"))  # for each model
 SHARE = os.environ.get("ZOO_SHARE", "1/1")  # the first of so many parts of the families, for a short run
-LIBRARIES = {
-    "timm": "timm",
-    "torchvision": "torchvision",
-    "transformers": "transformers",
-    "open_clip": "open_clip",
-}
+LIBRARIES = ("timm", "torchvision", "transformers", "open_clip")
 
 pytestmark = [
     pytest.mark.skipif(not os.environ.get("SOAK"), reason="make soak"),
@@ -52,7 +47,7 @@ def outcome(family):
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_families(library):
-    pytest.importorskip(LIBRARIES[library])
+    pytest.importorskip(library)
     families = importlib.import_module(f"tests.torch.zoo.families_{library}").families()
     part, parts = map(int, SHARE.split("/"))
     families = families[part - 1 :: parts]

@@ -1,8 +1,8 @@
 """How ranks in step find, compute and send the rows of a call, each item once.
 
 A call of a cache with ``distributed="collective"`` is a *step*, which all ranks of a process group take
-together, in rounds; a round is one ``all_gather`` of bytes, see `Channel.gather`. What a round brings is the
-same for all, so all decide alike.
+together, in rounds, in which all ranks tell all the same bytes, see `Channel.gather`. What a round brings is
+the same for all, so all decide alike.
 
 1. **ask**: each rank looks in its own tiers, and says which keys it lacks (`Ask`). If any rank says that the
    rows of a namespace are to be dropped, all drop them, and repeat the round. If no rank asks for anything,
@@ -12,7 +12,7 @@ same for all, so all decide alike.
 2. **have**: one rank of each memory reads the rows that others ask for, and offers them (`Offer`). From this
    each rank derives the same plan: who sends each row, and who computes those that nobody has.
 3. **tell**, only if any are computed: those who have computed rows offer them.
-4. One ``all_to_all_single`` of bytes, only if rows are to be sent: see `Shipment`.
+4. One ``all_to_all_single`` of bytes, only if rows are to be sent: see `Asked`.
    **run**, only of sharded modules: a byte, 1 if this rank has to run its forward. If one has, all run
    theirs. They know it after round 1 already, and go on to no other, if a rank passes its call by, or finds
    rows of which no output can be made.
@@ -42,7 +42,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from torchcache2.core.errors import RankError
-from torchcache2.core.keys import Bytes2D, Flags, Keys, Positions
+from torchcache2.core.keys import Bytes2D, Keys, Positions
 from torchcache2.core.logs import listed, logger
 from torchcache2.core.process import Place, group_of
 from torchcache2.core.rows import Parts, Rows, merged
@@ -50,7 +50,7 @@ from torchcache2.core.settings import CacheSettings
 from torchcache2.engine.batch import Batch, Hits, Misses, NotRunError, NotStoredError, RefusedError
 from torchcache2.engine.collective.channel import Channel
 from torchcache2.engine.collective.plan import Asked, planned
-from torchcache2.engine.collective.wire import NO_KEYS, Ask, Flag, Offer, Schemas, Told, packed, unpacked
+from torchcache2.engine.collective.wire import NO_KEYS, Ask, Flag, Offer, Schemas
 from torchcache2.engine.stack import TierStack
 from torchcache2.engine.stats import Counters
 from torchcache2.engine.values.outputs import found, joined, stored
@@ -69,7 +69,6 @@ _USUAL = Flag.SHARDED | Flag.CUDA  # what ranks may say that need nothing
 _PLACE = 16  # bytes, at the end of what each rank says in round 1
 _NOWHERE: Positions = np.empty(0, np.int64)
 _MOST_COMPARED = 8  # modules that change at every step are compared no more
-_MOST_PARTS = 65_535  # of the rows that a rank offers in a step
 _TOLD = "_torchcache2_told"
 _APART = ContextVar("torchcache2_apart", default=False)
 
@@ -233,80 +232,6 @@ class Part:
     def compute(self, wanted: Positions) -> Rows:
         """The rows of some of these keys; they are stored by then."""
         raise NotImplementedError
-
-
-class Shipment:
-    """The rows of one step that ranks offer, and that go between them.
-
-    From each source to each rank that asks for its keys, there go their rows, by number of the part that the
-    source has offered, then in the order of `Asked`.
-
-    Parameters
-    ----------
-    asked : Asked
-        n keys.
-    rank : int
-        This one.
-    schemas : Schemas
-    """
-
-    def __init__(self, asked: Asked, rank: int, schemas: Schemas) -> None:
-        self._asked, self._rank, self._schemas = asked, rank, schemas
-        self._told: list[list[Told]] = [[] for _ in asked.by[:0].T]  # the parts of each rank
-        self._parts: list[Rows] = []
-        self._row = np.zeros(len(asked), np.int64)  # of each key in its part
-        self.number = np.zeros(asked.by.shape, np.uint16)  # as the ranks have offered
-        self.source: Positions = _NOWHERE  # the rank whose row of each key is sent
-        self.rows_sent = 0
-
-    def offer(self, parts: Parts, told: Flags) -> Offer:
-        """Take rows of this rank; what it says of those keys of which the others are `told`."""
-        number, schemas = np.zeros(len(self._asked), "<u2"), []
-        for numbers, rows in parts:
-            text = self._schemas.text(rows.schema) if told[numbers].any() else None
-            if text is not None and len(self._parts) < _MOST_PARTS:
-                self._parts.append(rows)
-                schemas.append(text)
-                number[numbers] = len(self._parts)
-                self._row[numbers] = np.arange(len(numbers))
-        return Offer(numbers=number[told], schemas=schemas)
-
-    def hear(self, offers: Sequence[Offer], told: Flags) -> None:
-        """Take what the ranks have offered of those keys, (n, ranks), of which they have told."""
-        for rank, offer in enumerate(offers):
-            self._told[rank] += map(self._schemas.told, offer.schemas)
-            keys = np.flatnonzero(told[:, rank])
-            numbers = offer.numbers if not offer.flags else np.zeros(len(keys), np.uint16)
-            if len(numbers) != len(keys) or numbers.max(initial=0) > len(self._told[rank]):
-                raise RankError(f"rank {rank} has offered other rows than it was asked for")
-            self.number[keys, rank] = numbers
-
-    def swap(self, channel: Channel, device: torch.device) -> Iterator[tuple[int, Positions, Rows]]:
-        """Send rows, and yield those that come, but of unknown classes: from which rank, of which keys."""
-        ranks = range(channel.size)
-        outgoing = [self._parts_of(self._rank, receiver) for receiver in ranks]
-        incoming = [self._parts_of(source, self._rank) for source in ranks]
-        self.rows_sent = sum(len(keys) for parts in outgoing for _, keys in parts)
-        rows = [[(self._parts[number], self._row[keys]) for number, keys in parts] for parts in outgoing]
-        told = [
-            [(self._told[source][number], len(keys)) for number, keys in incoming[source]] for source in ranks
-        ]
-        sizes = [sum(one.bytes_of(count) for one, count in parts) for parts in told]
-        data, start = channel.swap(*packed(rows, device), sizes), 0
-        for source, size in enumerate(sizes):
-            blocks = unpacked(data[start : start + size], told[source])
-            start += size
-            for (_, keys), block in zip(incoming[source], blocks, strict=True):
-                if block is not None:
-                    yield source, keys, block
-
-    def _parts_of(self, source: int, receiver: int) -> list[tuple[int, Positions]]:
-        """What goes from one rank to another: numbers of parts, and the keys of each."""
-        if source == receiver:
-            return []
-        keys = np.flatnonzero(self._asked.by[:, receiver] & (self.source == source))
-        numbers = self.number[keys, source]
-        return [(number - 1, keys[numbers == number]) for number in np.unique(numbers).tolist() if number]
 
 
 class Exchange:
@@ -479,11 +404,10 @@ class Exchange:
     def _answered(self, part: Part, asks: Sequence[Ask]) -> Received:
         """Rounds 2 to 4, and "run"."""
         rank, received = self.channel.rank, Received()
-        asked = Asked.of(asks, rank)
-        readers = asked.readers(asks)
+        asked = Asked(asks, rank, self._schemas)
+        readers = asked.readers()
         whole = np.array([ask.flags & Flag.WHOLE != 0 for ask in asks])
         is_sharded = _any(asks, Flag.SHARDED)
-        shipment = Shipment(asked, rank, self._schemas)
 
         def noted(offer: Offer) -> Offer:
             return offer._replace(reason=part.note()) if whole.any() else offer
@@ -492,7 +416,7 @@ class Exchange:
             parts: Parts = []
             for numbers, keys in asked.keys_at(np.flatnonzero(readers[:, rank])):
                 parts += [(numbers[where], rows) for where, rows in part.holdings.owned(keys)]
-            return noted(shipment.offer(parts, readers[:, rank]))
+            return noted(asked.offer(parts, readers[:, rank]))
 
         def computed() -> Offer:
             wanted = np.flatnonzero(is_computed[asked.mine] & (source[asked.mine] == rank))
@@ -504,21 +428,20 @@ class Exchange:
                     return Offer(Flag.NOT_STORED, stop.reason, stop.text)
                 received.parts += [(wanted[where], one) for where, one in stored(rows)]
             parts = [(asked.mine[where], one) for where, one in received.parts]
-            return noted(shipment.offer(parts, told[:, rank]))
+            return noted(asked.offer(parts, told[:, rank]))
 
         offers = self._offered("have", held)
-        shipment.hear(offers, readers)
-        is_held = shipment.number > 0
-        source = planned(asked.words, asked.by & (not is_sharded), is_held, whole, self.steps)
+        asked.hear(offers, readers)
+        is_held = asked.number > 0
+        asked.source = source = planned(asked.words, asked.by & (not is_sharded), is_held, whole, self.steps)
         is_computed = (source >= 0) & ~is_held.any(axis=1)
         if is_computed.any():
             is_told = is_computed & (asked.by.sum(axis=1) > 1)
             told = is_told[:, None] & (source[:, None] == np.arange(len(asks)))
             offers = self._offered("tell", computed)
-            shipment.hear(offers, told)
-        shipment.source = source
-        if shipment.number[np.arange(len(asked)), source].any():
-            self._receive(shipment, asked, asks, part, received)
+            asked.hear(offers, told)
+        if asked.number[np.arange(len(source)), source].any():
+            self._receive(asked, asks, part, received)
         received.notes = [offer.reason for offer in offers if not offer.flags]
         received.lacking = _others(len(asked.mine), received.parts)
         if is_sharded:
@@ -541,19 +464,17 @@ class Exchange:
         self._check_failures([(one.flags, one.text) for one in offers], failure)
         return offers
 
-    def _receive(
-        self, shipment: Shipment, asked: Asked, asks: Sequence[Ask], part: Part, received: Received
-    ) -> None:
+    def _receive(self, asked: Asked, asks: Sequence[Ask], part: Part, received: Received) -> None:
         """Round 4: the rows that other ranks send to this one."""
-        positions = np.zeros(len(asked), np.int64)
+        positions = np.zeros(len(asked.data), np.int64)
         positions[asked.mine] = np.arange(len(asked.mine))
         device = part.device if all(ask.flags & Flag.CUDA for ask in asks) else _CPU
-        for source, numbers, rows in shipment.swap(self.channel, device):
+        for source, numbers, rows in asked.swap(self.channel, device):
             received.parts.append((positions[numbers], rows))
             received.from_others += len(numbers)
             if asks[source].place != part.holdings.place:
                 part.holdings.put_replicas(Keys(part.namespace, asked.data[numbers], part.group), rows)
-        received.to_others = shipment.rows_sent
+        received.to_others = asked.rows_sent
 
     def _check_failures(self, said: Sequence[tuple[int, str]], own: Exception | None) -> None:
         """Raise if a rank has failed: its own exception in that rank, a `RankError` in the others."""

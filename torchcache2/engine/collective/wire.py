@@ -1,15 +1,12 @@
 """What ranks send each other, as bytes: what they ask for, what they offer, and rows.
 
 `Ask` is what each rank says at the begin of a step, and `Offer` is what it says of the rows that it has. Such
-a message is the version, flags and a number, little-endian, then pieces, each with its length in front::
+a message is its fields in a JSON array, between the version of this protocol and the length of what follows,
+which are keys or numbers::
 
-    uint32 version | uint32 flags | uint64 step | (uint32 length | bytes) …
+    uint32 length of the JSON | [version, fields …, bytes] | bytes
 
-    Ask    caller | namespace | namespace to drop | error | 16 bytes for each key | place
-    Offer  reason | text | 2 bytes for each number | texts of schemas …
-
-The text of a schema is a JSON object with ``schema``, which docs/format.md specifies, and ``bytes``, those of
-each leaf in one row. So a rank knows the size of rows even if it cannot make their schema.
+Schemas are sent as docs/format.md specifies them.
 
 Rows are sent as their columns one after another, each as it is stored, and each begins at a multiple of 16
 bytes.
@@ -20,7 +17,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,13 +29,11 @@ from torchcache2.core.rows import Rows, Schema
 from torchcache2.files.errors import DamagedError, UnknownClassError, UnserialisableError
 from torchcache2.files.schema import schema_from_json, schema_to_json
 
-VERSION = 3
-_HEAD = struct.Struct("<IIQ")
+VERSION = 4
 _LENGTH = struct.Struct("<I")
 NO_KEYS: Bytes2D = np.empty((0, 16), np.uint8)
 _LONGEST = 1000  # characters of a text
 _MOST_SCHEMAS = 4096  # ragged rows have a schema for each shape
-_MOST_BYTES = 1 << 48  # of a leaf in one row
 _ALIGNMENT = 16  # the widest element, complex128, has so many bytes
 
 
@@ -88,15 +83,15 @@ class Ask(NamedTuple):
     def to_bytes(self) -> bytes:
         """The message; the place comes last."""
         step, flags, caller, namespace, dropped, error, keys, place = self
-        texts = _encoded(caller), namespace, dropped, _encoded(error[:_LONGEST])
-        return _joined(flags, step, *texts, keys.tobytes(), place)
+        names = namespace.hex(), dropped.hex()
+        return _joined(keys.tobytes() + place, step, flags, caller, *names, error[:_LONGEST])
 
     @classmethod
     def of(cls, data: bytes) -> Ask:
         """What some bytes say; `ValueError` if another version wrote them, or if they are nothing."""
-        flags, step, (caller, namespace, dropped, error, keys, place) = _split(data)
-        rows = np.frombuffer(keys, np.uint8).reshape(-1, 16)
-        return cls(step, flags, _decoded(caller), namespace, dropped, _decoded(error), rows, place)
+        (step, flags, caller, namespace, dropped, error), rest = _split(data)
+        keys, place = np.frombuffer(rest[:-16], np.uint8).reshape(-1, 16), rest[-16:]
+        return cls(step, flags, caller, bytes.fromhex(namespace), bytes.fromhex(dropped), error, keys, place)
 
 
 class Offer(NamedTuple):
@@ -113,58 +108,42 @@ class Offer(NamedTuple):
         Why it fails, or does not store.
     numbers : ndarray of uint16, shape (n,)
         For each key that this is about: 0 if its row is not sent, else 1 + the number of its part.
-    schemas : sequence of bytes
-        The texts of the schemas of the parts of its rows.
+    schemas : sequence of str
+        The schemas of the parts of its rows, as JSON.
     """
 
     flags: int = 0
     reason: str = ""
     text: str = ""
     numbers: Array = np.empty(0, "<u2")
-    schemas: Sequence[bytes] = ()
+    schemas: Sequence[str] = ()
 
     def to_bytes(self) -> bytes:
         """The message."""
-        texts = _encoded(self.reason), _encoded(self.text[:_LONGEST])
-        return _joined(self.flags, 0, *texts, self.numbers.tobytes(), *self.schemas)
+        flags, reason, text, numbers, schemas = self
+        return _joined(numbers.tobytes(), flags, reason, text[:_LONGEST], list(schemas))
 
     @classmethod
     def of(cls, data: bytes) -> Offer:
         """What some bytes say; `ValueError` if they are nothing."""
-        flags, _, (reason, text, numbers, *schemas) = _split(data)
-        return cls(flags, _decoded(reason), _decoded(text), np.frombuffer(numbers, "<u2"), schemas)
+        (flags, reason, text, schemas), rest = _split(data)
+        return cls(flags, reason, text, np.frombuffer(rest, "<u2"), schemas)
 
 
-def _encoded(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
+def _joined(rest: bytes, *fields: Any) -> bytes:
+    head = json.dumps([VERSION, *fields, len(rest)]).encode()
+    return _LENGTH.pack(len(head)) + head + rest
 
 
-def _decoded(data: bytes) -> str:
-    return data.decode("utf-8", "surrogatepass")
-
-
-def _joined(flags: int, step: int, *pieces: bytes) -> bytes:
-    parts = [_HEAD.pack(VERSION, flags, step)]
-    for piece in pieces:
-        parts += _LENGTH.pack(len(piece)), piece
-    return b"".join(parts)
-
-
-def _split(data: bytes) -> tuple[int, int, list[bytes]]:
-    """The flags, the step and the pieces of a message."""
-    if len(data) < _HEAD.size:
-        raise ValueError(f"{len(data)} bytes are no message")
-    version, flags, step = _HEAD.unpack_from(data)
+def _split(data: bytes) -> tuple[list[Any], bytes]:
+    """The fields of a message, and what follows them."""
+    end = _LENGTH.size + int.from_bytes(data[: _LENGTH.size], "little")
+    version, *fields, size = json.loads(data[_LENGTH.size : end])
     if version != VERSION:
         raise ValueError(f"version {version} of the protocol, and this is version {VERSION}")
-    pieces, end = [], _HEAD.size
-    while end < len(data):
-        start = end + _LENGTH.size
-        end = start + int.from_bytes(data[end:start], "little")
-        pieces.append(data[start:end])
-    if end != len(data):
-        raise ValueError(f"{len(data)} bytes where {end} belong")
-    return flags, step, pieces
+    if size != len(data) - end:
+        raise ValueError(f"{len(data)} bytes where {end + size} belong")
+    return fields, data[end:]
 
 
 class Told(NamedTuple):
@@ -182,46 +161,44 @@ class Schemas:
     """The texts of schemas, and the schemas of texts: each is made once, as long as they are not too many."""
 
     def __init__(self) -> None:
-        self._texts: dict[tuple[Schema, tuple[bool, ...]], bytes | None] = {}
-        self._told: dict[bytes, Told] = {}
+        self._texts: dict[tuple[Schema, tuple[bool, ...]], str | None] = {}
+        self._told: dict[str, Told] = {}
 
-    def text(self, schema: Schema) -> bytes | None:
+    def text(self, schema: Schema) -> str | None:
         """The text of a schema; None if it cannot be sent."""
-        name, text = (schema, schema.layout), None
+        name = schema, schema.layout
         if name not in self._texts:
             try:
-                data = {"schema": schema_to_json(schema), "bytes": [leaf.row_bytes for leaf in schema.leaves]}
-                text = json.dumps(data, separators=(",", ":")).encode()
+                text = json.dumps(schema_to_json(schema), separators=(",", ":"))
             except UnserialisableError:
-                pass
-            if len(self._texts) >= _MOST_SCHEMAS:
-                self._texts.clear()
-            self._texts[name] = text
+                text = None
+            _remember(self._texts, name, text)
         return self._texts[name]
 
-    def told(self, text: bytes) -> Told:
+    def told(self, text: str) -> Told:
         """What a text says; `ValueError` if that is nothing."""
         told = self._told.get(text) or _told(text)
         if told.schema is not None:  # else its class may be imported later
-            if len(self._told) >= _MOST_SCHEMAS:
-                self._told.clear()
-            self._told[text] = told
+            _remember(self._told, text, told)
         return told
 
 
-def _told(text: bytes) -> Told:
+def _remember(known: dict[Any, Any], name: Any, value: Any) -> None:
+    if len(known) >= _MOST_SCHEMAS:
+        known.clear()
+    known[name] = value
+
+
+def _told(text: str) -> Told:
     try:
         data = json.loads(text)
-        sizes = data["bytes"]
-        if not all(type(size) is int and 0 <= size < _MOST_BYTES for size in sizes):
-            raise ValueError("no sizes")
-    except (ValueError, TypeError, KeyError, RecursionError):
+        sizes = [leaf.row_bytes for leaf in schema_from_json(data, structured=False).leaves]
+    except (ValueError, TypeError, RecursionError, DamagedError, UnknownClassError):
         raise ValueError("a schema was told that cannot be read") from None
     try:
-        schema = schema_from_json(data["schema"])
-    except (DamagedError, UnknownClassError, KeyError, TypeError):
+        return Told(schema_from_json(data), sizes)
+    except (DamagedError, UnknownClassError):
         return Told(None, sizes)
-    return Told(schema if [leaf.row_bytes for leaf in schema.leaves] == sizes else None, sizes)
 
 
 @with_ordinary_tensors
