@@ -1,17 +1,12 @@
 """Hard cases that once changed a result, broke a call or hung: right is what the plain forward does."""
 
-import collections
-import dataclasses
-import datetime
 import gc
 import mmap
 import os
 import random
-import re
 import sys
 import threading
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -367,65 +362,6 @@ def test_attributes_that_forward_assigns_and_reads_are_part_of_the_key(kind):
 
 
 # Objects in the key
-
-
-@dataclasses.dataclass
-class Config:
-    value: int = 1
-
-
-class Slotted(str):
-    __slots__ = ("extra",)
-
-
-OWN = [type(f"Own{kind.__name__}", (kind,), {}) for kind in (dict, int, str)]
-
-
-def made(thing, **attributes):
-    for name, value in attributes.items():
-        setattr(thing, name, value)
-    return thing
-
-
-def named(fields):
-    return collections.namedtuple("Point", fields)
-
-
-def a_day(zone):
-    return datetime.datetime(2024, 1, 1, tzinfo=zone)
-
-
-HOUR = datetime.timedelta(hours=1)
-
-
-class London(datetime.tzinfo):
-    def utcoffset(self, when):
-        return 0 * HOUR
-
-
-@pytest.mark.parametrize(
-    ("left", "right", "read"),
-    [
-        (np.array([(1, 2)], [("a", "i4"), ("b", "i4")]), np.array([(1, 2)], [("b", "i4"), ("a", "i4")]), "a"),
-        (re.compile("a" * 300), re.compile("a" * 301), lambda p: len(p.pattern)),
-        (made(Config(), extra=1), made(Config(), extra=2), lambda c: c.extra),
-        *((made(kind(), extra=1), made(kind(), extra=2), lambda c: c.extra) for kind in OWN),
-        (made(Slotted("a"), extra=1), made(Slotted("a"), extra=2), lambda c: c.extra),
-        (named("a b")(1, 2), named("b a")(1, 2), lambda p: p.a),
-        (named("a b")(X, Y), named("b a")(X, Y), lambda p: p.a),
-        (a_day(datetime.timezone.utc), a_day(London()), lambda d: 1 + isinstance(d.tzinfo, London)),
-        (a_day(None), a_day(datetime.timezone.utc), lambda d: 1 if d.tzinfo is None else 2),
-        ([1, 2], collections.deque([1, 2]), lambda v: 1 + isinstance(v, list)),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_arguments_that_differ_have_other_keys(left, right, read):
-    def scaled(x, value):
-        return x * (int(value[read][0]) if isinstance(read, str) else read(value))
-
-    model = torchcache(scaled)
-    for value in (left, right, left):
-        assert torch.equal(model(X, value), scaled(X, value))
 
 
 class DotGet(dict):

@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 from torch.nn.utils import parametrize
 
-from tests.helpers.outputs import bypasses, warnings_of
+from tests.helpers.outputs import bypasses, warnings_in
 from torchcache2 import (
     CachedDataset,
     InputError,
@@ -97,7 +97,7 @@ def test_what_works_without_the_cache_works_with_it(name, log, monkeypatch):
         expected, found = plain(*args), cached(*args)
         assert str(found) == str(expected)
     assert bypasses(cached).keys() == {reason}
-    (message,) = warnings_of(log)
+    (message,) = warnings_in(log)
     assert f"not cached ({reason})" in message
     for _ in range(6):
         with pytest.raises(error):
@@ -252,7 +252,7 @@ def test_the_advice_about_a_batch_is_for_its_cause():
 def test_an_advice_is_not_that_for_another_cause(log):
     torchcache(lambda x: x @ x.T)(X)
     torchcache(lambda x: {i: len(item) for i, item in enumerate(x)})(X)
-    mixing, by_item = warnings_of(log)
+    mixing, by_item = warnings_in(log)
     assert "quantize" not in mixing and "probe=False" not in mixing
     assert "or a list with one entry per item" in by_item and "batch_first" not in by_item
 
@@ -266,7 +266,7 @@ def test_a_bypass_names_all_of_its_reasons_and_counts_under_the_first(log):
     cached = torchcache(module)
     with parametrize.cached():
         cached(X)
-    (message,) = warnings_of(log)
+    (message,) = warnings_in(log)
     first, *others = message.split(". Also ")
     assert "not cached (parametrize): " in first and "; call it outside of that context" in first
     assert [text.partition(":")[0] for text in others] == ["(grad)", "(training)"]
@@ -274,7 +274,7 @@ def test_a_bypass_names_all_of_its_reasons_and_counts_under_the_first(log):
     assert bypasses(cached) == {"parametrize": 6}
     assert all(reason in cached.cache_instance.explain() for reason in ("parametrize", "grad", "training"))
     cached(X)  # one is mended
-    assert "not cached (grad): " in warnings_of(log)[1] and "Also (training): " in warnings_of(log)[1]
+    assert "not cached (grad): " in warnings_in(log)[1] and "Also (training): " in warnings_in(log)[1]
 
 
 def test_reasons_in_the_arguments_are_named_with_those_in_the_module(log):
@@ -285,7 +285,7 @@ def test_reasons_in_the_arguments_are_named_with_those_in_the_module(log):
     net = torchcache(Net(4, 3))
     for _ in range(2):
         net(X, object())
-    (message,) = warnings_of(log)
+    (message,) = warnings_in(log)
     assert "not cached (grad): " in message and ". Also (argument): argument how is a object" in message
     assert bypasses(net) == {"grad": 12}
     strict = torchcache(strict=True)(Net(4, 3))
@@ -297,7 +297,7 @@ def test_reasons_in_the_arguments_are_named_with_those_in_the_module(log):
 def test_an_input_that_requires_grad_is_named_with_other_reasons(log):
     cached = torchcache(nn.Dropout(0.5))
     cached(X.clone().requires_grad_())
-    (message,) = warnings_of(log)
+    (message,) = warnings_in(log)
     assert "not cached (training): " in message and ". Also (grad): an input requires grad" in message
 
 
@@ -310,7 +310,7 @@ def test_all_traces_of_a_forward_are_named(log):
 
     cached = torchcache(forward)
     cached(X.clone())
-    (message,) = warnings_of(log)
+    (message,) = warnings_in(log)
     reasons = [text.partition(")")[0] for text in message.split(" (")[1:]]
     assert {"random", "state", "input"} <= set(reasons) and bypasses(cached) == {"random": 6}
 
@@ -339,7 +339,7 @@ def test_a_function_that_turns_grad_off_is_cached_with_weights_that_are_not_froz
         output = cached(X)
         assert torch.equal(output, model(X)) and not output.requires_grad
     stats = cached.cache_instance.stats()
-    assert (stats.hits, stats.misses, dict(stats.bypasses)) == (6, 6, {}) and not warnings_of(log)
+    assert (stats.hits, stats.misses, dict(stats.bypasses)) == (6, 6, {}) and not warnings_in(log)
     with torch.no_grad():
         model.weight.mul_(2)
     assert torch.equal(cached(X), model(X)) and cached.cache_instance.stats().misses == 12
@@ -447,7 +447,7 @@ STATE = {
 @pytest.mark.parametrize("name", STATE)
 def test_a_function_is_told_what_it_changed(name, log):
     torchcache(changing(name))(X)
-    (message,) = warnings_of(log)
+    (message,) = warnings_in(log)
     assert "not cached (state): while the forward ran, " in message
     assert all(text in message for text in STATE[name])
 
@@ -485,7 +485,7 @@ def test_a_module_is_told_what_it_changed(change, log):
             return self.layers[0](x, change)
 
     torchcache(Layers())(X, change)
-    (message,) = warnings_of(log)
+    (message,) = warnings_in(log)
     assert f"not cached (state): while the forward ran, self.layers.0.{CHANGES[change][1]}; " in message
 
 
@@ -519,7 +519,7 @@ def test_functions_are_not_told_of_attributes_of_a_module(log):
     torchcache(lambda x, how: x)(X, object())
     torchcache(Net())(X, object())
     Decorated().forward(object())
-    of_function, of_module, of_method = warnings_of(log)
+    of_function, of_module, of_method = warnings_in(log)
     assert "decorate the method in the body of its class" in of_method and "close over" not in of_method
     assert "close over other objects" in of_function and "module" not in of_function
     assert "keep other objects as attributes of the module" in of_module
@@ -551,5 +551,5 @@ def test_a_message_never_prints_a_whole_module_or_tensor(log):
             make()
         assert len(str(caught.value)) < 700 and "in_features" not in str(caught.value)
     torchcache(refuses)(X)
-    (message,) = warnings_of(log)
+    (message,) = warnings_in(log)
     assert "raises ValueError" in message and len(message) < 1000

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from tests.helpers.outputs import Notes, assert_same, bypasses, cached, note, warnings_of
+from tests.helpers.outputs import Notes, assert_same, bypasses, cached, note, warnings_in
 from torchcache2 import InputError, OutputError, UnhashableArgumentError, torchcache
 
 
@@ -247,7 +247,7 @@ def test_training_mode_with_a_random_part_is_bypassed(name, log):
     module(X)
     module(X)
     assert bypasses(module) == {"training": 12}
-    (message,) = warnings_of(log)
+    (message,) = warnings_in(log)
     assert ".eval()" in message
     module.eval()
     assert torch.equal(module(X), module(X))
@@ -293,7 +293,7 @@ def test_a_random_forward_is_bypassed_and_draws_what_it_would_have(name, log):
     for left, right in zip(run(function), run(forward), strict=True):
         assert torch.equal(left, right)
     assert bypasses(function) == {"random": 16}
-    (message,) = warnings_of(log)
+    (message,) = warnings_in(log)
     assert "random" in message
 
 
@@ -362,7 +362,7 @@ def test_attributes_that_forward_assigns_are_left_out_and_named(log):
     for _ in range(3):
         module(X)
     assert module.calls == 1 and module.cache_instance.stats().hits == 12
-    assert warnings_of(log) == []
+    assert warnings_in(log) == []
     named = [record.getMessage() for record in log if record.levelname == "INFO"]
     assert any("Keeps.calls" in message for message in named)
     assert any("Keeps.kept" in message for message in named)
@@ -396,7 +396,7 @@ def test_outputs_that_cannot_be_kept_are_passed_through(output, words, log):
         assert torch.equal(back["y"], batch * 2) and back["o"] is output
     assert function.cache_instance.stats().misses == 0
     assert sum(bypasses(function).values()) == 24
-    (message,) = warnings_of(log)
+    (message,) = warnings_in(log)
     assert words in message and "['o']" in message
 
 
@@ -440,7 +440,7 @@ def test_what_cannot_be_cached_steps_aside_or_is_an_error_if_strict(name, log):
         assert torch.equal(
             torch.as_tensor(call(function)).to_dense(), torch.as_tensor(call(plain)).to_dense()
         )
-    (message,) = warnings_of(log)
+    (message,) = warnings_in(log)
     assert re.search(words, message) and function.cache_instance.stats().bypasses.keys() == {"argument"}
 
 
@@ -451,7 +451,7 @@ def test_an_unregistered_dataclass_with_a_tensor_steps_aside(log):
 
     function = torchcache(lambda item: item.image)
     assert function(Loose(X)) is X
-    assert "Loose, which is not a registered" in warnings_of(log)[0]
+    assert "Loose, which is not a registered" in warnings_in(log)[0]
 
 
 @pytest.mark.parametrize("output", [lambda x: x.sum(), lambda x: {"a": x, "b": x[:2]}, lambda x: x.t()])
@@ -461,7 +461,7 @@ def test_an_output_that_is_not_batched_steps_aside(output, log):
         assert_same(function(batch), output(batch))
     assert function.cache_instance.stats().memory_rows == 0
     assert function.cache_instance.stats().bypasses == {"output": 18}
-    assert re.search(r"output.*shape.*for a batch of 6", warnings_of(log)[0])
+    assert re.search(r"output.*shape.*for a batch of 6", warnings_in(log)[0])
     with pytest.raises(OutputError, match=r"output.*shape.*for a batch of 6"):
         torchcache(strict=True)(output)(X)
 
@@ -606,4 +606,4 @@ def test_a_batch_of_one_number_that_a_slice_with_steps_has_left(path, log):
     function.cache_instance.flush()
     stats = function.cache_instance.stats()
     assert (stats.hits, stats.misses, stats.faults) == (3, 2, 0)
-    assert warnings_of(log) == []
+    assert warnings_in(log) == []

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import BatchEncoding
 
 from tests.helpers import warm
-from tests.helpers.outputs import warnings_of
+from tests.helpers.outputs import warnings_in
 from torchcache2 import torchcache
 
 X = torch.arange(24.0).reshape(6, 4)
@@ -250,7 +250,7 @@ def test_what_is_no_plain_sequence_is_passed_through(name, log):
         assert torch.equal(output, forward(make(TEXTS[:3])))
         assert seen[-2] is kind
     assert list(stats(function).bypasses) == ["argument"]
-    (message,) = warnings_of(log)
+    (message,) = warnings_in(log)
     assert "item_args expects a list, tuple, array or column with one entry per item" in message
 
 
@@ -413,7 +413,7 @@ def test_padding_to_the_longest_is_found_out_once(batches, log):
     for prompts in (batches, ["eeee", "f", "gg", "hhhh"], ["aa", "eeee"], ["f"], ["gg", "f"], batches) * 2:
         assert torch.equal(function(list(prompts)), padded(prompts))
     assert list(stats(function).bypasses) == ["batch"]
-    (message,) = warnings_of(log)
+    (message,) = warnings_in(log)
     assert "in a batch of 1 and of 4" in message
 
 

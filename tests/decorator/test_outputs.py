@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tests.helpers import warm
-from tests.helpers.kinds import Frozen, Mapped, Plain, Point, Registered, assert_same
-from tests.helpers.outputs import Notes, bypasses, hits, misses, note, warnings_of
+from tests.helpers.kinds import Frozen, Mapped, Plain, Point, Registered
+from tests.helpers.outputs import Notes, assert_same, bypasses, hits, misses, note, warnings_in
 from torchcache2 import Cache, CachedDataset, Keys, OptionError, register_value, torchcache
 
 SOAK = bool(os.environ.get("SOAK"))
@@ -249,7 +249,7 @@ def test_what_is_not_kept_is_named(name, log):
     for batch in batches:
         assert_same(forward(ITEMS[batch]), function(ITEMS[batch]))
     assert bypasses(function) == {"output": passed}
-    (message,) = warnings_of(log)
+    (message,) = warnings_in(log)
     assert words in message and ("return list(output" in message or "entry" not in name)
 
 
@@ -261,7 +261,7 @@ def test_entries_that_depend_on_the_batch_are_noticed(log):
     for batch in (slice(0, 4), slice(2, 7), slice(0, 4)):
         assert_same(forward(ITEMS[batch]), function(ITEMS[batch]))
     assert set(bypasses(function)) == {"batch"} and hits(function) == 0
-    (message,) = warnings_of(log)
+    (message,) = warnings_in(log)
     assert ".entries of item" in message
 
 
@@ -351,7 +351,7 @@ def test_an_output_that_contains_itself_is_not_kept(log):
         found = function(ITEMS)
         assert found.y.y is found and torch.equal(found.x, ITEMS * 2)
     assert bypasses(function) == {"output": 24}
-    (message,) = warnings_of(log)
+    (message,) = warnings_in(log)
     assert "contains itself" in message
 
 
@@ -429,5 +429,5 @@ def test_a_class_that_is_rebuilt_as_another_is_not_kept(log):
     for _ in range(2):
         assert torch.equal(function(ITEMS).x, ITEMS)
     assert set(bypasses(function)) == {"output"}
-    (message,) = warnings_of(log)
+    (message,) = warnings_in(log)
     assert "cannot be taken apart and rebuilt" in message

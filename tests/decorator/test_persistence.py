@@ -21,7 +21,7 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from tests.helpers import warm
-from tests.helpers.outputs import assert_same, warnings_of
+from tests.helpers.outputs import assert_same, warnings_in
 from torchcache2 import Cache, CacheSettings, Keys, OptionError, torchcache
 from torchcache2.core.rows import Rows
 from torchcache2.files.codec import codec
@@ -336,7 +336,7 @@ def test_what_does_not_fit_in_memory_is_found_on_disk(path, log, policy):
     assert stats.hits == 1200 and stats.disk_evictions == 0
     function.cache_instance.flush()
     assert epoch(function).misses == 600
-    assert warnings_of(log) == []
+    assert warnings_in(log) == []
     close(function)
 
 

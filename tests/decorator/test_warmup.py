@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils import data
 
 from tests.helpers.gloo import run_ranks
-from tests.helpers.outputs import Notes, bypasses, frozen, hits, misses, note, warnings_of
+from tests.helpers.outputs import Notes, bypasses, frozen, hits, misses, note, warnings_in
 from torchcache2 import NotCachedError, OptionError, WarmupStats, torchcache
 
 X = torch.arange(400.0).view(100, 4)
@@ -208,7 +208,7 @@ def test_a_module_that_drops_out_raises_before_it_is_called():
 def test_training_mode_that_changes_nothing_is_warned_of(log):
     net = torchcache(Net()).requires_grad_(False)
     assert warmup(net, X) == (100, 0) and net.training
-    (warning,) = warnings_of(log)
+    (warning,) = warnings_in(log)
     assert "training mode" in warning and ".eval()" in warning
     net(X)
     assert hits(net) == 100

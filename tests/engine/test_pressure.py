@@ -240,19 +240,6 @@ def put_away(tier, names):
     return tier.put(keys_of(names, NAMESPACES[1]), rows)
 
 
-def test_rows_that_cannot_be_copied_now_are_found_later(monkeypatch):
-    tier = MemoryTier(10**6)
-    assert put(tier, range(5)) == 5
-    with monkeypatch.context() as patch:
-        patch.setattr(arena.Arena, "gather", failing)
-        assert storage.found(tier, range(5)) == []
-    with monkeypatch.context() as patch:
-        patch.setattr(columns.Column, "write", failing)
-        assert put(tier, range(3, 8)) == 0
-    assert storage.found(tier, range(8)) == list(range(5))
-    assert put(tier, range(8)) == 3
-
-
 def test_growth_that_finds_no_memory_for_one_leaf_takes_none_for_another(monkeypatch):
     monkeypatch.setattr(arena, "row_column", chunked)
     tier = MemoryTier(10**6)

@@ -119,15 +119,8 @@ def test_rows_are_put_into_all_and_dropped_from_all(stack, tiers):
 
 
 @pytest.mark.parametrize("where", [1, 2])
-def test_rows_that_are_dropped_while_they_are_read_do_not_come_back(stack, tiers, where):
-    keep(tiers[where], [1, 2])
-    tiers[where].after_get = lambda: stack.drop(NAMESPACES[0])
-    found(stack, [1, 2])
-    assert rows_in(tiers) == [0, 0, 0]
-
-
-@pytest.mark.parametrize("where", [1, 2])
-def test_rows_that_are_dropped_while_they_are_offered_do_not_come_back(stack, tiers, where, monkeypatch):
+@pytest.mark.parametrize("when", ["read", "offered"])
+def test_rows_that_are_dropped_meanwhile_do_not_come_back(stack, tiers, where, when, monkeypatch):
     offer = tiers[0].offer
 
     def dropped_and_offered(keys, rows):
@@ -135,7 +128,10 @@ def test_rows_that_are_dropped_while_they_are_offered_do_not_come_back(stack, ti
         return offer(keys, rows)
 
     keep(tiers[where], [1, 2])
-    monkeypatch.setattr(tiers[0], "offer", dropped_and_offered)
+    if when == "read":
+        tiers[where].after_get = lambda: stack.drop(NAMESPACES[0])
+    else:
+        monkeypatch.setattr(tiers[0], "offer", dropped_and_offered)
     found(stack, [1, 2])
     assert rows_in(tiers) == [0, 0, 0]
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import kinds
 from tests.helpers.gloo import run_ranks
 from tests.helpers.outputs import assert_same, bypasses, frozen, hits, misses
 from torchcache2 import DeviceError, torchcache
@@ -51,7 +50,7 @@ def test_lists_with_an_entry_for_each_item_come_back_where_they_were(place, devi
     where = device if place == "device" else place
     function, pool = torchcache(ragged, memory_cache_device=where), torch.arange(90.0).reshape(30, 3)
     for batch in some_batches(pool, 10):
-        kinds.assert_same(ragged(batch), function(batch))
+        assert_same(ragged(batch), function(batch))
     assert hits(function) > 100 and not bypasses(function)
 
 

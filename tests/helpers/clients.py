@@ -1,7 +1,6 @@
 """Keys and values for tests of `Clients`."""
 
 import contextlib
-import time
 
 import numpy as np
 
@@ -43,11 +42,3 @@ def connected(*servers, **options):
         yield clients
     finally:
         clients.close()
-
-
-def until(condition, seconds=10):
-    """Wait for what a thread does."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)

@@ -1,8 +1,14 @@
 """Outputs compared to the last bit, and modules and functions whose hits are counted."""
 
+import collections
+import dataclasses
+import enum
 import inspect
 import logging
+import types
 
+import numpy as np
+import PIL.Image
 import torch
 from torch.utils import _pytree as pytree
 
@@ -25,28 +31,40 @@ def bypasses(cached):
     return dict(cached.cache_instance.stats().bypasses)
 
 
-def warnings_of(log):
-    """The texts of warnings in the fixture `log`."""
-    return [record.getMessage() for record in log if record.levelno >= logging.WARNING]
-
-
-def bytes_of(tensor):
-    return tensor.detach().resolve_conj().contiguous().view(-1).view(torch.uint8)
-
-
-def assert_same(left, right):
-    """Equal to the last bit, NaNs and signs of zeros included."""
-    left_leaves, left_spec = pytree.tree_flatten(left)
-    right_leaves, right_spec = pytree.tree_flatten(right)
-    assert type(left) is type(right) and left_spec == right_spec
-    for a, b in zip(left_leaves, right_leaves, strict=True):
-        assert type(a) is type(b)
-        if isinstance(a, torch.Tensor):
-            assert (a.dtype, a.device, a.shape) == (b.dtype, b.device, b.shape)
-            assert torch.equal(bytes_of(a), bytes_of(b))
-            assert a.requires_grad == b.requires_grad
-        else:
-            assert a == b or (a != a and b != b)
+def assert_same(a, b, where="value"):
+    """Equal in type, every attribute, and content to the last bit: NaNs and signs of zeros, too."""
+    assert type(a) is type(b), where
+    if isinstance(a, PIL.Image.Image):
+        assert (a.mode, a.size, a.tobytes(), a.info) == (b.mode, b.size, b.tobytes(), b.info), where
+        return
+    if isinstance(a, torch.Tensor):
+        assert (a.dtype, a.shape, a.requires_grad, a.device) == (b.dtype, b.shape, b.requires_grad, b.device)
+        plain = [t.detach().as_subclass(torch.Tensor).resolve_conj().contiguous().view(-1) for t in (a, b)]
+        assert torch.equal(*[t.view(torch.uint8) if t.numel() else t for t in plain]), where
+    elif isinstance(a, (np.ndarray, np.generic)):
+        assert (a.dtype, a.shape, a.dtype.metadata) == (b.dtype, b.shape, b.dtype.metadata), where
+        assert a.tobytes() == b.tobytes(), where
+        if isinstance(a, np.ma.MaskedArray):
+            assert_same(a.mask, b.mask, where)
+    elif isinstance(a, (list, tuple, collections.deque)):
+        assert len(a) == len(b) and getattr(a, "maxlen", None) == getattr(b, "maxlen", None), where
+        for i, (one, other) in enumerate(zip(a, b, strict=True)):
+            assert_same(one, other, f"{where}[{i}]")
+    elif isinstance(a, (dict, types.MappingProxyType)):
+        assert_same(list(a), list(b), f"{where}.keys()")
+        assert_same(list(a.values()), list(b.values()), f"{where}.values()")
+        assert getattr(a, "default_factory", None) is getattr(b, "default_factory", None), where
+    elif isinstance(a, (float, complex)):
+        assert np.array(a).tobytes() == np.array(b).tobytes(), where
+    elif isinstance(a, enum.Enum):
+        assert a is b, where
+    elif not hasattr(a, "__dict__") and not dataclasses.is_dataclass(a):
+        assert a == b, where
+    if dataclasses.is_dataclass(a):
+        for field in dataclasses.fields(a):
+            assert_same(getattr(a, field.name), getattr(b, field.name), f"{where}.{field.name}")
+    if hasattr(a, "__dict__") and not isinstance(a, (np.ndarray, enum.Enum)):
+        assert_same(dict(sorted(vars(a).items())), dict(sorted(vars(b).items())), f"vars({where})")
 
 
 class Notes(logging.Handler):

@@ -6,16 +6,14 @@ import os
 import shutil
 import signal
 import tempfile
-import time
 from pathlib import Path
 
 import redis
 
+from tests.helpers.storage import wait_until
 from torchcache2.tiers.redis import watcher
 from torchcache2.tiers.redis.server import let_go
 from torchcache2.tiers.shared.region import start_time
-
-PATIENCE = 10.0
 
 
 class Place:
@@ -46,13 +44,6 @@ class Place:
                 if b"watcher.py" in Path(f"/proc/{about['watcher']}/cmdline").read_bytes():
                     os.kill(about["watcher"], signal.SIGKILL)
         shutil.rmtree(self.path, ignore_errors=True)
-
-
-def wait_until(condition):
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end, "it does not come true"
-        time.sleep(0.002)
 
 
 def client(server):

@@ -3,11 +3,13 @@
 import array
 import collections
 import dataclasses
+import datetime
 import enum
 import functools
 import math
 import operator
 import pathlib
+import re
 import textwrap
 import types
 import weakref
@@ -25,7 +27,8 @@ class Holder(nn.Module):
     """Adds a number that tells what its attribute is and prints as, and what is noted on that."""
 
     def forward(self, x):
-        text = f"{type(self.value)} {self.value!r} {getattr(self.value, 'note', None)}"
+        noted = [getattr(self.value, name, None) for name in ("note", "pattern")]
+        text = f"{type(self.value)} {self.value!r} {noted}"
         return x.double() + zlib.crc32(text.encode())
 
 
@@ -82,6 +85,14 @@ class Table(dict):
 
 class Text(str):
     pass
+
+
+class Number(int):
+    pass
+
+
+def a_day(zone):
+    return datetime.datetime(2024, 1, 1, tzinfo=zone)
 
 
 def annotated(value, note):
@@ -184,6 +195,19 @@ VALUES = {
     "lambdas of one line": ((lambda x: x * 2), (lambda x: x * 3)),
     "weakly held module": (weakref.ref(PARENTS[0]), weakref.ref(PARENTS[1])),
     "path": (pathlib.PurePosixPath("a"), pathlib.PurePosixPath("b")),
+    "names of fields of records": (
+        np.ones(1, [("a", "i4"), ("b", "i4")]),
+        np.ones(1, [("b", "i4"), ("a", "i4")]),
+    ),
+    "pattern": (re.compile("a" * 300), re.compile("a" * 301)),
+    "attribute of an int": (annotated(Number(1), 1), annotated(Number(1), 2)),
+    "names of a namedtuple": (
+        collections.namedtuple("P", "a b")(1, 2),
+        collections.namedtuple("P", "b a")(1, 2),
+    ),
+    "time zone": (a_day(datetime.timezone.utc), a_day(datetime.timezone(datetime.timedelta(0), "London"))),
+    "time zone or none": (a_day(None), a_day(datetime.timezone.utc)),
+    "list or deque": ([1, 2], collections.deque([1, 2])),
 }
 
 
@@ -403,16 +427,6 @@ MODULES = {
 
 # Of each, two files are written: «a|b» stands for a in the first and for b in the second.
 CODE = {
-    "global number": """
-SCALE = «2.0|3.0»
-
-def build():
-    return Net()
-
-class Net(nn.Module):
-    def forward(self, x):
-        return x * SCALE
-""",
     "value of an int enum that is kept": """
 class Scale(enum.IntEnum):
     LARGE = «2|3»
@@ -532,14 +546,6 @@ class Net(nn.Module, metaclass=Meta):
 
 build = Net
 """,
-    "no_grad method": """
-class Net(nn.Module):
-    @torch.no_grad()
-    def forward(self, x):
-        return x * «2|3»
-
-build = Net
-""",
     "parametrisation": """
 class Scale(nn.Module):
     def forward(self, weight):
@@ -576,6 +582,7 @@ def build():
 }
 FUNCTIONS = {  # what a file defines, and what its function returns
     "int or float": ("SCALE = «2|2.0»", "(x * 10).int() * SCALE"),
+    "global number": ("SCALE = «2.0|3.0»", "x * SCALE"),
     "global function": ("def helper(x):\n    return x * «2|3»", "helper(x)"),
     "global of a global function of a global function": (
         "SCALE = «2|3»\ndef inner(x):\n    return [y * SCALE for y in x]\ndef outer(x):\n"
@@ -660,6 +667,7 @@ FUNCTIONS = {  # what a file defines, and what its function returns
 }
 METHODS = {  # what a class defines, and what its forward returns
     "class attribute": ("scale = «2|3»", "x * self.scale"),
+    "no_grad method": ("@torch.no_grad()\ndef helper(self, x):\n    return x * «2|3»", "self.helper(x)"),
     "property": ("@property\ndef scale(self):\n    return «2|3»", "x * self.scale"),
     "cached property": ("@functools.cached_property\ndef scale(self):\n    return «2|3»", "x * self.scale"),
     "static method": ("@staticmethod\ndef helper(x):\n    return x * «2|3»", "self.helper(x)"),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.kinds import assert_same
+from tests.helpers.outputs import assert_same
 from tests.helpers.storage import CPU, DTYPES, NAMESPACES, NEVER, found, keys_of, put, rows_of, value_of
 from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows

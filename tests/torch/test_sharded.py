@@ -6,11 +6,10 @@ import inspect
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from tests.helpers import warm
-from tests.helpers.outputs import bypasses, frozen, hits, warnings_of
+from tests.helpers.outputs import bypasses, frozen, hits, warnings_in
 from torchcache2 import NotCachedError, torchcache
 from torchcache2.identity.sharded import sharding
 
@@ -23,14 +22,6 @@ except ImportError:  # torch 2.4
     from torch.distributed._tensor import DTensor, Replicate, distribute_tensor
 
 X = torch.arange(24.0).view(6, 4)
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    dist = torch.distributed
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 class Net(nn.Module):
@@ -69,7 +60,7 @@ def test_a_distributed_parameter_is_passed_through(mesh, log):
     for _ in range(4):
         assert torch.equal(module(X), plain)
     assert (hits(module), bypasses(module)) == (0, {"sharded": 24})
-    (warning,) = warnings_of(log)
+    (warning,) = warnings_in(log)
     assert "LayerNorm has a DTensor parameter" in warning and "whole on each rank" in warning
     assert len(warning) < 400
     assert module.cache_instance.explain().startswith("not cached: sharded: LayerNorm has a DTensor")

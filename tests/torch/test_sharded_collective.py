@@ -5,7 +5,6 @@ import re
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from tests.helpers.gloo import run_ranks
 from tests.helpers.outputs import bypasses, frozen, hits
@@ -23,14 +22,6 @@ except ImportError:  # torch 2.4
     from torch.distributed._tensor import DTensor, Replicate, distribute_tensor
 
 X = torch.arange(24.0).view(6, 4)
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    dist = torch.distributed
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 class Spread(nn.LayerNorm):

@@ -19,7 +19,7 @@ from torch.nn.utils import fusion, parametrizations, parametrize, prune, statele
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from tests.helpers.outputs import assert_same, bypasses, frozen, hits, misses, warnings_of
+from tests.helpers.outputs import assert_same, bypasses, frozen, hits, misses, warnings_in
 from torchcache2 import UnhashableArgumentError, torchcache
 
 WEIGHT_NORM = "ignore:.torch.nn.utils.weight_norm. is deprecated"
@@ -1310,7 +1310,7 @@ def test_the_forward_runs_once_for_a_subclass_and_sees_it_and_there_is_one_warni
     for x in tagged:
         cached(x)
     assert len(seen) == 3 and all(map(operator.is_, seen, tagged))
-    (message,) = warnings_of(log)
+    (message,) = warnings_in(log)
     assert "subclass" in message and "Tagged" in message
 
 
@@ -1434,7 +1434,7 @@ def test_outputs_of_other_layouts_are_passed_through(name, log):
         assert output["o"].is_quantized == kept.is_quantized and output["o"].is_nested == kept.is_nested
     assert hits(cached) == misses(cached) == 0
     assert sum(bypasses(cached).values()) == 24
-    (message,) = warnings_of(log)
+    (message,) = warnings_in(log)
     assert word in message and "['o']" in message
 
 

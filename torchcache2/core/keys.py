@@ -18,6 +18,8 @@ Words = np.ndarray[Any, np.dtype[np.uint64]]  # (n, 2): keys as two little-endia
 Positions = np.ndarray[Any, np.dtype[np.int64]]  # (n,): places in a batch
 Ordinals = np.ndarray[Any, np.dtype[np.int64]]  # (n,): numbers that a `KeyIndex` gives to keys
 
+_WORD = np.dtype("<u8")
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Keys:
@@ -55,7 +57,7 @@ class Keys:
     @property
     def words(self) -> Words:
         """The keys as little-endian uint64, shape (n, 2)."""
-        return self.data.view("<u8")
+        return self.data.view(_WORD)
 
     def take(self, positions: Positions) -> Keys:
         """The keys at some positions."""

@@ -35,7 +35,7 @@ class Runtime:
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether a tensor is on the accelerator."""
-        return tensor.device.type == "cuda"
+        return tensor.is_cuda
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Fresh page-locked memory; ordinary memory where the system gives no more of it."""

@@ -190,9 +190,9 @@ class ProcessLock:
 
         True at most once in a child. To be called with the lock held.
         """
-        pid = os.getpid()
         if len(self._locks) == 1:
             return False
+        pid = os.getpid()
         others = [lock for owner, lock in self._locks.items() if owner != pid]
         self._locks = {pid: self._locks[pid]}
         return not all(lock.acquire(blocking=False) for lock in others)

@@ -198,7 +198,6 @@ class Rows:
             raise error.inside("output") from None
         return cls(Schema(structure, tuple(leaves)), columns, count)
 
-    @with_ordinary_tensors
     def to_pytree(
         self, *, device: torch.device, closed: Callable[[Any, Any, list[Any]], Any] = closed
     ) -> Any:
@@ -213,7 +212,8 @@ class Rows:
         values = []
         for leaf, column in zip(self.schema.leaves, self.columns, strict=True):
             if leaf.kind == "tensor":
-                column = to_device(column, leaf.place(device)).to(leaf.dtype)
+                column = to_device(column, leaf.place(device))
+                column = column if leaf.stored is leaf.dtype else column.to(leaf.dtype)
                 values.append(column.movedim(-1, 1) if leaf.channels_last else column)
             else:
                 values.append(PLAIN[leaf.kind](_shared(leaf, column).cpu().numpy()))

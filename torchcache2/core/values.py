@@ -424,7 +424,8 @@ def is_key(value: Any, depth: int = 100) -> bool:
 
 def has_attributes(tensor: Tensor) -> bool:
     """Whether somebody has given a tensor attributes of its own."""
-    return any(name != "persistent" and not name.startswith(_MARKS) for name in vars(tensor))
+    own = vars(tensor)
+    return own != {} and any(name != "persistent" and not name.startswith(_MARKS) for name in own)
 
 
 def static(cls: Any, name: str) -> Any:

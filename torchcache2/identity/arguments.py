@@ -610,7 +610,7 @@ class Signature:
         if start is None or not all(map(_is_dense, args)) or len({*map(id, args)}) < len(args):
             return None
         size, leaves = args[0].shape[0], [*zip(names, args, strict=True)]
-        if any(value.shape[0] != size for value in args[1:]):
+        if len(args) > 1 and any(value.shape[0] != size for value in args[1:]):
             return None
         context = start + sized(text_bytes(modes({value.device.type for value in args})))
         return BoundCall(args, {}, names, leaves, [], [], context, size, set(), set(), (), [], [])

@@ -81,7 +81,7 @@ def item_keys(
         tensors = [_subsample(t, most) if math.prod(t.shape[1:]) > most else t for t in tensors]
     columns = [*_columns(tensors), *[_listed(column) for _, column in entries]]
     keys = map(xxh3_128_digest, map(b"".join, zip(repeat(group, count), *columns, strict=True)))
-    return Keys(namespace, np.frombuffer(b"".join(keys), np.uint8).reshape(count, 16), group)
+    return Keys(namespace, np.ndarray((count, 16), np.uint8, b"".join(keys)), group)
 
 
 def _group(
@@ -116,17 +116,20 @@ def _columns(tensors: Sequence[Tensor]) -> list[Iterable[bytes]]:
 
 def _rows(tensor: Tensor) -> Iterable[Any]:
     """The bytes of each item of a tensor of the host."""
+    count = tensor.shape[0]
     try:
-        found = (tensor.detach() if tensor.requires_grad else tensor).numpy().reshape(tensor.shape[0], -1)
-        rows = np.ascontiguousarray(found).view(np.uint8)
-    except (RuntimeError, TypeError, ValueError):  # numpy has no such dtype, or there are no items
-        rows = item_bytes(tensor).numpy()
-    return _listed(rows) if 0 < rows.shape[1] <= _SHORT else rows
+        found = np.ascontiguousarray((tensor.detach() if tensor.requires_grad else tensor).numpy())
+        size = found.nbytes // count
+    except (RuntimeError, TypeError, ZeroDivisionError):  # numpy has no such dtype, or there are no items
+        found = item_bytes(tensor).numpy()
+        size = found.shape[1]
+    rows: Bytes2D = np.ndarray((count, size), np.uint8, found)
+    return _listed(rows) if 0 < size <= _SHORT else rows
 
 
 def _listed(rows: Bytes2D) -> list[bytes]:
     """The bytes of each row, all made at once."""
-    return rows.view(f"V{rows.shape[1]}").ravel().tolist()
+    return np.ndarray(len(rows), f"V{rows.shape[1]}", rows).tolist()  # type: ignore[no-any-return]
 
 
 def _subsample(tensor: Tensor, count: int) -> Tensor:

@@ -101,7 +101,7 @@ class DeviceDigests:
     def _may(self, tensor: Tensor) -> bool:
         """Whether a tensor is on an accelerator that has not been refused, and can be read there."""
         if not self._runtime.owns(tensor):
-            if tensor.device.type not in ("cpu", "meta"):
+            if not (tensor.is_cpu or tensor.is_meta):
                 self._tell(tensor.device, "there are kernels for CUDA and ROCm only")
             return False
         is_dense = tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_quantized)

@@ -73,19 +73,6 @@ def filled(replicas, width=100, count=200, namespace=NAMESPACES[0], first=0):
     return sum(kept[1:])
 
 
-def test_replicas_are_found_as_replicas_only(make):
-    tier = make()
-    replicas = Replicas(Stack(tier))
-    assert put(replicas, range(20)) == 20 and put(replicas, range(15, 25)) == 5
-    assert there(replicas, range(30)) == list(range(25))
-    assert there(tier, range(30)) == [] and not tier.has(keys_of(range(30))).any()
-    assert put(tier, range(10, 30)) == 20
-    assert there(tier, range(30)) == list(range(10, 30))
-    assert there(replicas, range(30)) == list(range(25))
-    assert tier.stats().rows == 45
-    assert there(replicas, range(30), namespace=NAMESPACES[1]) == []
-
-
 def test_they_go_with_their_namespace(make):
     tier = make()
     replicas = Replicas(Stack(tier))

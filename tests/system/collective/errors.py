@@ -9,8 +9,9 @@ import torch
 from tests.helpers.steps import ITEMS, SOAK, Backbone, case, dist, raises, run_cases
 from torchcache2 import InputError, RankError
 from torchcache2.engine.cache import Cache
-from torchcache2.engine.collective import exchange
-from torchcache2.engine.collective.exchange import Holdings, Shipment
+from torchcache2.engine.collective import plan
+from torchcache2.engine.collective.exchange import Holdings
+from torchcache2.engine.collective.plan import Asked
 
 SOON = 3.0  # seconds; `make bench` holds a smaller bound on a machine that does nothing else
 
@@ -58,7 +59,7 @@ def in_keeping(ranks):
 
 
 def in_preparing(ranks):
-    return mock.patch.object(Shipment, "offer", planned)
+    return mock.patch.object(Asked, "offer", planned)
 
 
 @case(ranks=3, more=15)
@@ -98,7 +99,7 @@ def an_error_while_others_read_rows(ranks):
 @case(ranks=3, more=3)
 def an_error_when_rows_are_sent_or_kept(ranks):
     """Nobody can be told of it in this step, so the connection ends, which others notice at once."""
-    stages = [(exchange, "packed"), (exchange, "unpacked"), (Holdings, "put_replicas")]
+    stages = [(plan, "packed"), (plan, "unpacked"), (Holdings, "put_replicas")]
     for number, (place, name) in enumerate(stages):
         ranks.again()
         ranks.nodes(3)

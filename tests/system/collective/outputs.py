@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, get_worker_info
 
-from tests.helpers import kinds
 from tests.helpers.outputs import assert_same
 from tests.helpers.steps import ITEMS, SOAK, Backbone, case, expected, raises, run_cases
 from torchcache2 import RankError
@@ -70,7 +69,7 @@ def lists_with_an_entry_for_each_item(ranks):
     mine, others = ITEMS[ranks.rank : 12 : 2], ITEMS[1 - ranks.rank : 12 : 2]
     for batch in (mine, others, ITEMS[:14], ITEMS[:14], ITEMS[3:9]):
         found = function(batch)
-        kinds.assert_same(ragged(batch), found)
+        assert_same(ragged(batch), found)
         found["e"].clear()
     stats = function.cache_instance.stats()
     assert ranks.total(stats.sent) > 12 and stats.bypasses == {} and stats.hits >= 6 + 12 + 14 + 6

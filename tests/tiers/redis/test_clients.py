@@ -10,8 +10,9 @@ import warnings
 import numpy as np
 import pytest
 
-from tests.helpers.clients import NAMESPACE, connected, get, keys, put, until, value_of, values
+from tests.helpers.clients import NAMESPACE, connected, get, keys, put, value_of, values
 from tests.helpers.redis import PASSWORD, PROGRAMS, RedisServer, names
+from tests.helpers.storage import wait_until
 from torchcache2.core.keys import Keys
 from torchcache2.core.places import Servers
 from torchcache2.tiers.redis.client import LOST, Clients
@@ -268,8 +269,8 @@ def test_an_interrupt_leaves_no_reply_to_be_read_by_others(kept):
             signal.signal(signal.SIGALRM, old)
         assert stopped > 100 and found > 100 and clients.faults <= stopped / 20
         for part in some:
-            until(lambda part=part: get(clients, part) == values(part, 3000))
-        until(lambda: open_files() <= before + 2)
+            wait_until(lambda part=part: get(clients, part) == values(part, 3000))
+        wait_until(lambda: open_files() <= before + 2)
 
 
 def test_nothing_is_asked_of_what_is_closed(kept):

@@ -9,8 +9,9 @@ import time
 import numpy as np
 import pytest
 
-from tests.helpers.clients import connected, get, keys, put, until, values
+from tests.helpers.clients import connected, get, keys, put, values
 from tests.helpers.redis import PASSWORD, PROGRAMS, RedisServer, names
+from tests.helpers.storage import wait_until
 from torchcache2.core.errors import OptionError
 from torchcache2.tiers.redis.claims import RedisClaims
 from torchcache2.tiers.redis.client import LOST, Shares
@@ -57,9 +58,9 @@ def test_a_server_that_comes_back_is_used_again(log):
     with RedisServer() as server, connected(server, pause=0.02) as clients:
         put(clients, some)
         server.kill()
-        until(lambda: get(clients, some) == [None] * 20 and clients.faults >= 3)
+        wait_until(lambda: get(clients, some) == [None] * 20 and clients.faults >= 3)
         server.start()
-        until(lambda: put(clients, some)[0] == b"OK")
+        wait_until(lambda: put(clients, some)[0] == b"OK")
         assert get(clients, some) == values(some) and clients.allows_writes(some.words).all()
         faults = clients.faults
         server.kill()
@@ -82,14 +83,14 @@ def test_a_silent_server_is_waited_for_once(log):
         one.pause()
         two.pause()
         assert 0.4 < seconds(get, clients, some) < 0.95  # both together
-        until(
+        wait_until(
             lambda: get(clients, some) and clients.faults >= 4
         )  # they are tried again, and nobody waits for that
         assert statistics.median(seconds(get, clients, some) for _ in range(20)) < 0.2
         assert 0 < sum(value is not None for value in get(clients, some)) < 100
         one.resume()
         two.resume()
-        until(lambda: get(clients, some) == values(some))
+        wait_until(lambda: get(clients, some) == values(some))
     assert 2 <= len(texts(log)) <= 4 and all("no answer" in t or "Timeout" in t for t in texts(log))
 
 
@@ -246,7 +247,7 @@ def test_a_command_that_is_refused_later_is_a_fault(log):
             other.execute_command("ACL", "SETUSER", "cache", "off")
             assert list(clients.scan(b"*")) == []
             other.execute_command("ACL", "SETUSER", "cache", "on", "+mget")
-            until(lambda: get(clients, some) == values(some))
+            wait_until(lambda: get(clients, some) == values(some))
     assert 2 <= len(texts(log)) <= 4 and PASSWORD not in " ".join(texts(log))
 
 
@@ -260,7 +261,7 @@ def test_a_replica_is_read_and_not_written(log):
             put(clients, some)
         with second.client() as other:
             other.replicaof("127.0.0.1", first.port)
-            until(lambda: other.dbsize() == 5)
+            wait_until(lambda: other.dbsize() == 5)
         with connected(second) as clients:
             clients.check()
             assert clients.allows_writes(some.words).all()
@@ -344,7 +345,7 @@ def test_descriptors_do_not_leak_when_servers_fail():
         before = len(os.listdir("/proc/self/fd"))
         with connected(server, pause=0.001) as clients:
             for _ in range(5):
-                until(lambda: put(clients, keys(1)) == [b"OK"])
+                wait_until(lambda: put(clients, keys(1)) == [b"OK"])
                 server.kill()
                 assert get(clients, keys(1)) == [None]
                 server.start()

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from tests.helpers import storage
-from tests.helpers.clients import NAMESPACE, connected, get, keys, put, until, values
+from tests.helpers.clients import NAMESPACE, connected, get, keys, put, values
 from tests.helpers.redis import PASSWORD, PROGRAMS, RedisServer, free_port, names
+from tests.helpers.storage import wait_until
 from torchcache2.core.errors import OptionError
 from torchcache2.core.places import Server, Servers
 from torchcache2.tiers.claims import Claim
@@ -43,7 +44,7 @@ def cluster(program):
             other.execute_command("CLUSTER SET-CONFIG-EPOCH", place + 1)
         for server in servers[1:]:
             others[0].execute_command("CLUSTER MEET", "127.0.0.1", server.port)
-        until(lambda: all(map(is_ready, others)))
+        wait_until(lambda: all(map(is_ready, others)))
         yield servers
 
 
@@ -152,7 +153,7 @@ def test_slots_that_move_are_followed(lasting):
             for other in (others[target], others[owner], others[3 - owner - target]):
                 other.execute_command("CLUSTER SETSLOT", slot, "NODE", ids[target])
             assert get(clients, some)[0] is None
-            until(lambda: put(clients, some)[0] == b"OK")
+            wait_until(lambda: put(clients, some)[0] == b"OK")
             assert get(clients, some) == values(some) and clients.faults > 0
 
 

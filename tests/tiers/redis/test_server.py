@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import redis
 
-from tests.helpers.ownserver import answers, client, wait_until
+from tests.helpers.ownserver import answers, client
 from tests.helpers.redis import PROGRAMS, names
+from tests.helpers.storage import wait_until
 from torchcache2.core.errors import OptionError
 from torchcache2.core.places import Server, Servers
 from torchcache2.tiers.redis import server as ownserver

@@ -6,7 +6,8 @@ import signal
 import pytest
 
 from tests.helpers import warm
-from tests.helpers.ownserver import answers, wait_until
+from tests.helpers.ownserver import answers
+from tests.helpers.storage import wait_until
 from torchcache2.core.places import Server, Servers
 from torchcache2.tiers.redis.server import hold, let_go, own_servers
 from torchcache2.tiers.shared.region import start_time

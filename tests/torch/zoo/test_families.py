@@ -12,7 +12,7 @@ from tests.torch.zoo.families import SkippedError, time_box
 
 SECONDS = int(os.environ.get("ZOO_SECONDS", "120"))  # for each model
 SHARE = os.environ.get("ZOO_SHARE", "1/1")  # the first of so many parts of the families, for a short run
-LIBRARIES = ("timm", "transformers")
+LIBRARIES = ("timm", "torchvision", "transformers", "open_clip")
 
 pytestmark = [
     pytest.mark.skipif(not os.environ.get("SOAK"), reason="make soak"),

@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers import warm
 from tests.helpers.examples import LIBRARIES
-from tests.helpers.outputs import warnings_of
+from tests.helpers.outputs import warnings_in
 from tests.torch.zoo import names
 
 HERE = Path(__file__).parent
@@ -42,4 +42,4 @@ def test_the_namespace_is_that_of_another_process(name, found, log):
     assert there["warnings"] == []  # it would say that it is good for a process only
     assert there["names"] == list(names.names(names.ALL[name]))
     assert len(set(there["names"])) == 1  # the first call has left the model as it was
-    assert warnings_of(log) == []
+    assert warnings_in(log) == []

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from tests.helpers.kinds import assert_same
-from tests.helpers.outputs import bypasses, hits
+from tests.helpers.outputs import assert_same, bypasses, hits
 from torchcache2 import torchcache
 
 ITEMS = torch.arange(48.0).reshape(12, 4)

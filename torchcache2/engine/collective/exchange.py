@@ -12,7 +12,7 @@ the same for all, so all decide alike.
 2. **have**: one rank of each memory reads the rows that others ask for, and offers them (`Offer`). From this
    each rank derives the same plan: who sends each row, and who computes those that nobody has.
 3. **tell**, only if any are computed: those who have computed rows offer them.
-4. One ``all_to_all_single`` of bytes, only if rows are to be sent: see `Shipment`.
+4. One ``all_to_all_single`` of bytes, only if rows are to be sent: see `Asked`.
    **run**, only of sharded modules: a byte, 1 if this rank has to run its forward. If one has, all run
    theirs. They know it after round 1 already, and go on to no other, if a rank passes its call by, or finds
    rows of which no output can be made.
@@ -35,14 +35,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, ClassVar
-from weakref import WeakKeyDictionary, WeakValueDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
 from torchcache2.core.errors import RankError
-from torchcache2.core.keys import Bytes2D, Flags, Keys, Positions
+from torchcache2.core.keys import Bytes2D, Keys, Positions
 from torchcache2.core.logs import listed, logger
 from torchcache2.core.process import Place, group_of
 from torchcache2.core.rows import Parts, Rows, merged
@@ -50,7 +50,7 @@ from torchcache2.core.settings import CacheSettings
 from torchcache2.engine.batch import Batch, Hits, Misses, NotRunError, NotStoredError, RefusedError
 from torchcache2.engine.collective.channel import Channel
 from torchcache2.engine.collective.plan import Asked, planned
-from torchcache2.engine.collective.wire import NO_KEYS, Ask, Flag, Offer, Schemas, Told, packed, unpacked
+from torchcache2.engine.collective.wire import NO_KEYS, Ask, Flag, Offer, Schemas
 from torchcache2.engine.stack import TierStack
 from torchcache2.engine.stats import Counters
 from torchcache2.engine.values.outputs import found, joined, stored
@@ -69,7 +69,6 @@ _USUAL = Flag.SHARDED | Flag.CUDA  # what ranks may say that need nothing
 _PLACE = 16  # bytes, at the end of what each rank says in round 1
 _NOWHERE: Positions = np.empty(0, np.int64)
 _MOST_COMPARED = 8  # modules that change at every step are compared no more
-_MOST_PARTS = 65_535  # of the rows that a rank offers in a step
 _TOLD = "_torchcache2_told"
 _APART = ContextVar("torchcache2_apart", default=False)
 
@@ -235,80 +234,6 @@ class Part:
         raise NotImplementedError
 
 
-class Shipment:
-    """The rows of one step that ranks offer, and that go between them.
-
-    From each source to each rank that asks for its keys, there go their rows, by number of the part that the
-    source has offered, then in the order of `Asked`.
-
-    Parameters
-    ----------
-    asked : Asked
-        n keys.
-    rank : int
-        This one.
-    schemas : Schemas
-    """
-
-    def __init__(self, asked: Asked, rank: int, schemas: Schemas) -> None:
-        self._asked, self._rank, self._schemas = asked, rank, schemas
-        self._told: list[list[Told]] = [[] for _ in asked.by[:0].T]  # the parts of each rank
-        self._parts: list[Rows] = []
-        self._row = np.zeros(len(asked), np.int64)  # of each key in its part
-        self.number = np.zeros(asked.by.shape, np.uint16)  # as the ranks have offered
-        self.source: Positions = _NOWHERE  # the rank whose row of each key is sent
-        self.rows_sent = 0
-
-    def offer(self, parts: Parts, told: Flags) -> Offer:
-        """Take rows of this rank; what it says of those keys of which the others are `told`."""
-        number, schemas = np.zeros(len(self._asked), "<u2"), []
-        for numbers, rows in parts:
-            text = self._schemas.text(rows.schema) if told[numbers].any() else None
-            if text is not None and len(self._parts) < _MOST_PARTS:
-                self._parts.append(rows)
-                schemas.append(text)
-                number[numbers] = len(self._parts)
-                self._row[numbers] = np.arange(len(numbers))
-        return Offer(numbers=number[told], schemas=schemas)
-
-    def hear(self, offers: Sequence[Offer], told: Flags) -> None:
-        """Take what the ranks have offered of those keys, (n, ranks), of which they have told."""
-        for rank, offer in enumerate(offers):
-            self._told[rank] += map(self._schemas.told, offer.schemas)
-            keys = np.flatnonzero(told[:, rank])
-            numbers = offer.numbers if not offer.flags else np.zeros(len(keys), np.uint16)
-            if len(numbers) != len(keys) or numbers.max(initial=0) > len(self._told[rank]):
-                raise RankError(f"rank {rank} has offered other rows than it was asked for")
-            self.number[keys, rank] = numbers
-
-    def swap(self, channel: Channel, device: torch.device) -> Iterator[tuple[int, Positions, Rows]]:
-        """Send rows, and yield those that come, but of unknown classes: from which rank, of which keys."""
-        ranks = range(channel.size)
-        outgoing = [self._parts_of(self._rank, receiver) for receiver in ranks]
-        incoming = [self._parts_of(source, self._rank) for source in ranks]
-        self.rows_sent = sum(len(keys) for parts in outgoing for _, keys in parts)
-        rows = [[(self._parts[number], self._row[keys]) for number, keys in parts] for parts in outgoing]
-        told = [
-            [(self._told[source][number], len(keys)) for number, keys in incoming[source]] for source in ranks
-        ]
-        sizes = [sum(one.bytes_of(count) for one, count in parts) for parts in told]
-        data, start = channel.swap(*packed(rows, device), sizes), 0
-        for source, size in enumerate(sizes):
-            blocks = unpacked(data[start : start + size], told[source])
-            start += size
-            for (_, keys), block in zip(incoming[source], blocks, strict=True):
-                if block is not None:
-                    yield source, keys, block
-
-    def _parts_of(self, source: int, receiver: int) -> list[tuple[int, Positions]]:
-        """What goes from one rank to another: numbers of parts, and the keys of each."""
-        if source == receiver:
-            return []
-        keys = np.flatnonzero(self._asked.by[:, receiver] & (self.source == source))
-        numbers = self.number[keys, source]
-        return [(number - 1, keys[numbers == number]) for number in np.unique(numbers).tolist() if number]
-
-
 class Exchange:
     """The steps that the ranks of a process group take together.
 
@@ -333,8 +258,8 @@ class Exchange:
         self.steps = 0
         self._schemas = Schemas()
         self._compared: set[tuple[bytes, ...]] = set()  # the same on all ranks
-        self._holdings: WeakValueDictionary[tuple[str, int], Holdings] = WeakValueDictionary()
-        self._last: Callable[[], Holdings | None] = lambda: None  # of them that was called
+        self._holdings: WeakSet[Holdings] = WeakSet()  # of all caches that were called
+        self._called: WeakValueDictionary[str, Holdings] = WeakValueDictionary()  # the last one of each name
         self._pid, self._thread = os.getpid(), threading.Lock()
         self._do_all_know = False
 
@@ -388,8 +313,7 @@ class Exchange:
         if not active:
             return None
         if part.flags & Flag.DONE:  # others may call other modules
-            called = [one for (name, _), one in self._holdings.items() if name == active[0].caller]
-            part.holdings = called[-1] if called else part.holdings
+            part.holdings = self._called.get(active[0].caller, part.holdings)
         if all(ask.flags & Flag.BYPASS for ask in active):
             return Received(all_pass=True)
         if _any(asks, Flag.SHARDED) and _any(asks, Flag.RUN | Flag.BYPASS):
@@ -399,10 +323,8 @@ class Exchange:
     def _ask(self, part: Part) -> list[Ask]:
         """Round 1: what all ranks say; nothing if no rank needs anything."""
         holdings = part.holdings
-        if self._last() is not holdings:
-            self._holdings.pop((part.name, id(holdings)), None)  # what is called again is the last one
-            self._holdings[part.name, id(holdings)] = holdings
-            self._last = ref(holdings)
+        self._called[part.name] = holdings
+        self._holdings.add(holdings)
         while True:
             failure: Exception | None = None
             try:
@@ -428,7 +350,7 @@ class Exchange:
             if not all_dropped:
                 self._compare(part, asks)
                 return asks
-            for one in list(self._holdings.values()):
+            for one in list(self._holdings):
                 for namespace in all_dropped:
                     one.drop(namespace)
 
@@ -479,11 +401,10 @@ class Exchange:
     def _answered(self, part: Part, asks: Sequence[Ask]) -> Received:
         """Rounds 2 to 4, and "run"."""
         rank, received = self.channel.rank, Received()
-        asked = Asked.of(asks, rank)
-        readers = asked.readers(asks)
+        asked = Asked(asks, rank, self._schemas)
+        readers = asked.readers()
         whole = np.array([ask.flags & Flag.WHOLE != 0 for ask in asks])
         is_sharded = _any(asks, Flag.SHARDED)
-        shipment = Shipment(asked, rank, self._schemas)
 
         def noted(offer: Offer) -> Offer:
             return offer._replace(reason=part.note()) if whole.any() else offer
@@ -492,7 +413,7 @@ class Exchange:
             parts: Parts = []
             for numbers, keys in asked.keys_at(np.flatnonzero(readers[:, rank])):
                 parts += [(numbers[where], rows) for where, rows in part.holdings.owned(keys)]
-            return noted(shipment.offer(parts, readers[:, rank]))
+            return noted(asked.offer(parts, readers[:, rank]))
 
         def computed() -> Offer:
             wanted = np.flatnonzero(is_computed[asked.mine] & (source[asked.mine] == rank))
@@ -504,21 +425,20 @@ class Exchange:
                     return Offer(Flag.NOT_STORED, stop.reason, stop.text)
                 received.parts += [(wanted[where], one) for where, one in stored(rows)]
             parts = [(asked.mine[where], one) for where, one in received.parts]
-            return noted(shipment.offer(parts, told[:, rank]))
+            return noted(asked.offer(parts, told[:, rank]))
 
         offers = self._offered("have", held)
-        shipment.hear(offers, readers)
-        is_held = shipment.number > 0
-        source = planned(asked.words, asked.by & (not is_sharded), is_held, whole, self.steps)
+        asked.hear(offers, readers)
+        is_held = asked.number > 0
+        asked.source = source = planned(asked.words, asked.by & (not is_sharded), is_held, whole, self.steps)
         is_computed = (source >= 0) & ~is_held.any(axis=1)
         if is_computed.any():
             is_told = is_computed & (asked.by.sum(axis=1) > 1)
             told = is_told[:, None] & (source[:, None] == np.arange(len(asks)))
             offers = self._offered("tell", computed)
-            shipment.hear(offers, told)
-        shipment.source = source
-        if shipment.number[np.arange(len(asked)), source].any():
-            self._receive(shipment, asked, asks, part, received)
+            asked.hear(offers, told)
+        if asked.number[np.arange(len(source)), source].any():
+            self._receive(asked, asks, part, received)
         received.notes = [offer.reason for offer in offers if not offer.flags]
         received.lacking = _others(len(asked.mine), received.parts)
         if is_sharded:
@@ -541,19 +461,17 @@ class Exchange:
         self._check_failures([(one.flags, one.text) for one in offers], failure)
         return offers
 
-    def _receive(
-        self, shipment: Shipment, asked: Asked, asks: Sequence[Ask], part: Part, received: Received
-    ) -> None:
+    def _receive(self, asked: Asked, asks: Sequence[Ask], part: Part, received: Received) -> None:
         """Round 4: the rows that other ranks send to this one."""
-        positions = np.zeros(len(asked), np.int64)
+        positions = np.zeros(len(asked.data), np.int64)
         positions[asked.mine] = np.arange(len(asked.mine))
         device = part.device if all(ask.flags & Flag.CUDA for ask in asks) else _CPU
-        for source, numbers, rows in shipment.swap(self.channel, device):
+        for source, numbers, rows in asked.swap(self.channel, device):
             received.parts.append((positions[numbers], rows))
             received.from_others += len(numbers)
             if asks[source].place != part.holdings.place:
                 part.holdings.put_replicas(Keys(part.namespace, asked.data[numbers], part.group), rows)
-        received.to_others = shipment.rows_sent
+        received.to_others = asked.rows_sent
 
     def _check_failures(self, said: Sequence[tuple[int, str]], own: Exception | None) -> None:
         """Raise if a rank has failed: its own exception in that rank, a `RankError` in the others."""
@@ -700,18 +618,24 @@ class _BatchPart(Part):
         self._is_read_later = may_have_all and self.holdings.has_all(batch.keys)
         if self._is_read_later:
             return NO_KEYS
-        hits = self._hits = self._cache.find(batch)
+        hits = self._look()
         self.holdings.had_all = hits is not None and len(hits.positions) == len(batch.keys)
         if hits is None:  # rows of several shapes
             self.flags = Flag.BYPASS
             return NO_KEYS
-        self._misses = Misses.of(batch.keys, hits)
-        self._keys = batch.keys.take(self._misses.distinct)
         if self._source.is_sharded:
             is_all = len(self._keys) == 0
             must_run = len(hits.checked) > 0 or (is_all and not self.is_enough(Received()))
             self.flags |= Flag.RUN * must_run
         return self._keys.data
+
+    def _look(self) -> Hits | None:
+        hits: Hits | None = self._cache.find(self._batch)
+        self._hits = hits
+        if hits is not None and not (self._is_read_later and hits.is_all(len(self._batch.keys))):
+            self._misses = Misses.of(self._batch.keys, hits)
+            self._keys = self._batch.keys.take(self._misses.distinct)
+        return hits
 
     def description(self) -> Mapping[str, Any]:
         """What the namespace stands for, as JSON."""
@@ -721,10 +645,7 @@ class _BatchPart(Part):
         """Read rows of which only the keys were looked up; some may have gone meanwhile."""
         if self._is_read_later:
             try:
-                self._hits = self._cache.find(self._batch)
-                if self._hits is not None and not self._hits.is_all(len(self._batch.keys)):
-                    self._misses = Misses.of(self._batch.keys, self._hits)
-                    self._keys = self._batch.keys.take(self._misses.distinct)
+                self._look()
             except Exception as error:  # the others have what they need, so it is raised after the step
                 self._error = error
 

@@ -1,51 +1,64 @@
-"""Which keys ranks ask for in a step, who looks whether it has them, and who sends or computes each.
+"""Which keys ranks ask for in a step, who looks for their rows, who computes them, and who sends them.
 
 Every rank derives the same from what all have said, so none of this is ever sent.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import torch
 
-from torchcache2.core.keys import Array, Bytes2D, Flags, Keys, Positions
-from torchcache2.engine.collective.wire import Ask, Flag
+from torchcache2.core.errors import RankError
+from torchcache2.core.keys import Array, Flags, Keys, Positions
+from torchcache2.core.rows import Parts, Rows
+from torchcache2.engine.collective.channel import Channel
+from torchcache2.engine.collective.wire import Ask, Flag, Offer, Schemas, Told, packed, unpacked
+
+_MOST_PARTS = 65_535  # of the rows that a rank offers in a step
 
 
-@dataclasses.dataclass(frozen=True)
 class Asked:
-    """The distinct pairs of namespace and key that ranks ask for, in an order that all ranks derive.
+    """The distinct pairs of namespace and key that ranks ask for in a step, and their rows.
+
+    The keys are in an order that all ranks derive. From each source to each rank that asks for its keys go
+    their rows, by number of the part that the source has offered, then in the order of the keys.
+
+    Parameters
+    ----------
+    asks : sequence of Ask
+        What the ranks have asked for.
+    rank : int
+        This one.
+    schemas : Schemas
+        Those that were told.
 
     Attributes
     ----------
-    namespaces : list of bytes
-        The distinct namespaces, sorted.
-    namespace_of : ndarray of int64, shape (n,)
-        Which of them each key belongs to.
     data : ndarray of uint8, shape (n, 16)
         The keys.
+    words : ndarray of uint64, shape (n,)
+        A part of each.
     by : ndarray of bool, shape (n, ranks)
         Which rank asks for which key.
     mine : ndarray of int64, shape (k,)
         Which of the n keys each of the k keys is that this rank asks for, in its own order.
+    number : ndarray of uint16, shape (n, ranks)
+        What each rank has offered of each key; see `Offer`.
+    source : ndarray of int64, shape (n,)
+        The rank whose row of each key is sent.
+    rows_sent : int
+        By this rank.
     """
 
-    namespaces: list[bytes]
-    namespace_of: Positions
-    data: Bytes2D
-    by: Flags
-    mine: Positions
-
-    @classmethod
-    def of(cls, asks: Sequence[Ask], rank: int) -> Asked:
-        """The keys that all ranks ask for, as `rank` sees them."""
-        namespaces = sorted({ask.namespace for ask in asks})
+    def __init__(self, asks: Sequence[Ask], rank: int, schemas: Schemas) -> None:
+        self._asks, self._rank, self._schemas = asks, rank, schemas
+        self._namespaces = sorted({ask.namespace for ask in asks})
         counts = [len(ask.keys) for ask in asks]
         data = np.concatenate([ask.keys for ask in asks])
-        namespace_of = np.repeat([namespaces.index(ask.namespace) for ask in asks], counts)
-        columns = [*data.view("<u8").T, namespace_of][: 2 + (len(namespaces) > 1)]
+        namespace_of = np.repeat([self._namespaces.index(ask.namespace) for ask in asks], counts)
+        columns = [*data.view("<u8").T, namespace_of][: 2 + (len(self._namespaces) > 1)]
         order = np.lexsort(columns)
         is_first = np.ones(len(order), bool)
         is_first[1:] = False
@@ -55,40 +68,88 @@ class Asked:
         number = np.empty(len(order), np.int64)
         number[order] = np.cumsum(is_first) - 1
         firsts = order[is_first]
-        by = np.zeros((len(firsts), len(asks)), bool)
-        by[number, np.repeat(np.arange(len(asks)), counts)] = True
+        self.data, self._namespace_of = data[firsts], namespace_of[firsts]
+        self.words: Array = self.data.view("<u8")[:, 0]
+        self.by: Flags = np.zeros((len(firsts), len(asks)), bool)
+        self.by[number, np.repeat(np.arange(len(asks)), counts)] = True
         begin = sum(counts[:rank])
-        mine = number[begin : begin + counts[rank]]
-        return cls(namespaces, namespace_of[firsts], data[firsts], by, mine)
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    @property
-    def words(self) -> Array:
-        """A part of each key, uint64."""
-        return self.data.view("<u8")[:, 0]
+        self.mine: Positions = number[begin : begin + counts[rank]]
+        self.number = np.zeros(self.by.shape, np.uint16)
+        self.source: Positions = np.full(len(firsts), -1)
+        self.rows_sent = 0
+        self._told: list[list[Told]] = [[] for _ in asks]  # the parts of each rank
+        self._parts: list[Rows] = []
+        self._row = np.zeros(len(firsts), np.int64)  # of each key in its part
 
     def keys_at(self, numbers: Positions) -> Iterator[tuple[Positions, Keys]]:
         """Some of the keys by namespace: which they are, and the keys."""
-        for index, namespace in enumerate(self.namespaces):
-            those = numbers[self.namespace_of[numbers] == index]
+        for index, namespace in enumerate(self._namespaces):
+            those = numbers[self._namespace_of[numbers] == index]
             if len(those):
                 yield those, Keys(namespace, self.data[those])
 
-    def readers(self, asks: Sequence[Ask]) -> Flags:
+    def readers(self) -> Flags:
         """Which rank looks for the row of each key, (n, ranks).
 
         It is one rank of each memory, of those that do not ask for the key: the key says which one.
         """
         readers = np.zeros_like(self.by)
-        for place in {ask.place for ask in asks}:
-            there = [rank for rank, ask in enumerate(asks) if ask.place == place]
-            active = np.array([rank for rank in there if not asks[rank].flags & Flag.DONE] or there)
+        for place in {ask.place for ask in self._asks}:
+            there = [rank for rank, ask in enumerate(self._asks) if ask.place == place]
+            active = np.array([rank for rank in there if not self._asks[rank].flags & Flag.DONE] or there)
             others = ~self.by[:, active]
             keys = np.flatnonzero(np.logical_or.reduce(others, axis=1))
             readers[keys, active[_nth(others[keys], self.words[keys])]] = True
         return readers
+
+    def offer(self, parts: Parts, told: Flags) -> Offer:
+        """Take rows of this rank; what it says of those keys of which the others are `told`."""
+        number, schemas = np.zeros(len(self.data), "<u2"), []
+        for numbers, rows in parts:
+            text = self._schemas.text(rows.schema) if told[numbers].any() else None
+            if text is not None and len(self._parts) < _MOST_PARTS:
+                self._parts.append(rows)
+                schemas.append(text)
+                number[numbers] = len(self._parts)
+                self._row[numbers] = np.arange(len(numbers))
+        return Offer(numbers=number[told], schemas=schemas)
+
+    def hear(self, offers: Sequence[Offer], told: Flags) -> None:
+        """Take what the ranks have offered of those keys, (n, ranks), of which they have told."""
+        for rank, offer in enumerate(offers):
+            self._told[rank] += map(self._schemas.told, offer.schemas)
+            keys = np.flatnonzero(told[:, rank])
+            numbers = offer.numbers if not offer.flags else np.zeros(len(keys), np.uint16)
+            if len(numbers) != len(keys) or numbers.max(initial=0) > len(self._told[rank]):
+                raise RankError(f"rank {rank} has offered other rows than it was asked for")
+            self.number[keys, rank] = numbers
+
+    def swap(self, channel: Channel, device: torch.device) -> Iterator[tuple[int, Positions, Rows]]:
+        """Send rows, and yield those that come, but of unknown classes: from which rank, of which keys."""
+        ranks = range(len(self._asks))
+        outgoing = [self._parts_of(self._rank, receiver) for receiver in ranks]
+        incoming = [self._parts_of(source, self._rank) for source in ranks]
+        self.rows_sent = sum(len(keys) for parts in outgoing for _, keys in parts)
+        rows = [[(self._parts[number], self._row[keys]) for number, keys in parts] for parts in outgoing]
+        told = [
+            [(self._told[source][number], len(keys)) for number, keys in incoming[source]] for source in ranks
+        ]
+        sizes = [sum(one.bytes_of(count) for one, count in parts) for parts in told]
+        data, start = channel.swap(*packed(rows, device), sizes), 0
+        for source, size in enumerate(sizes):
+            blocks = unpacked(data[start : start + size], told[source])
+            start += size
+            for (_, keys), block in zip(incoming[source], blocks, strict=True):
+                if block is not None:
+                    yield source, keys, block
+
+    def _parts_of(self, source: int, receiver: int) -> list[tuple[int, Positions]]:
+        """What goes from one rank to another: numbers of parts, and the keys of each."""
+        if source == receiver:
+            return []
+        keys = np.flatnonzero(self.by[:, receiver] & (self.source == source))
+        numbers = self.number[keys, source]
+        return [(number - 1, keys[numbers == number]) for number in np.unique(numbers).tolist() if number]
 
 
 def planned(words: Array, asked: Flags, held: Flags, whole: Flags, turn: int) -> Positions:
