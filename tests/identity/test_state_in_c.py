@@ -3,7 +3,6 @@
 import contextvars
 import ctypes
 import io
-import logging
 import types
 
 import numpy as np
@@ -54,7 +53,7 @@ KINDS = {
     ),
     "names of columns": (
         lambda value: pd.DataFrame({str(value): [1.0]}),
-        lambda one: one.rename(columns=lambda name: "9.0", inplace=True),
+        lambda one: setattr(one, "columns", ["9.0"]),
         lambda one: float(one.columns[0]),
     ),
     "texts of a table": (
@@ -64,7 +63,7 @@ KINDS = {
     ),
     "an index": (
         lambda value: pd.DataFrame({"a": [1.0]}, index=[value]),
-        lambda one: one.set_index(pd.Index([9.0]), inplace=True),
+        lambda one: setattr(one, "index", [9.0]),
         lambda one: float(one.index[0]),
     ),
 }
@@ -112,12 +111,11 @@ def test_a_variable_of_a_context_may_have_no_value():
     assert torch.equal(scaled(X), 3 * X)
 
 
-def test_an_object_that_hides_its_class_cannot_be_read(caplog):
+def test_an_object_that_hides_its_class_cannot_be_read(log):
     file = io.BytesIO()
     np.savez(file, a=[2.0])
     file.seek(0)
     arrays = np.load(file)  # its attribute `f` raises for every name but those of the arrays
     scaled = torchcache(lambda x: x * float(arrays["a"][0]))
-    with caplog.at_level(logging.WARNING, "torchcache2"):
-        assert torch.equal(scaled(X), 2 * X)
-    assert "arrays.f" in caplog.text
+    assert torch.equal(scaled(X), 2 * X)
+    assert any("arrays.f" in record.getMessage() for record in log)

@@ -378,12 +378,9 @@ class Walk(CodeWalk):
         if isinstance(reduced, tuple):
             if not qualified_name(kind).startswith(("tokenizers.", "functools.")):
                 self.opaque.append(path)
-            self._tell(_reduced, value)
-            parts = _reduced(value)
-            if self.ignore and type(fields := getattr(value, "__dict__", None)) is dict:
-                kept = self.without_ignored(fields, f"{path}.")
-                parts = [kept if part is fields else part for part in parts]
-            return b"R" + head + self.encode(parts, path)
+            tell = _pickled if is_pickled else _in_c
+            self._tell(tell, value)
+            return b"R" + head + self.encode(tell(value), path)
         text = repr(value)
         if self.origins.of(kind) != "torch" or _ADDRESS.search(text):
             return self.unreadable(value, path)
@@ -771,11 +768,15 @@ def _of_this_context(value: contextvars.ContextVar[Any]) -> tuple[Any, ...]:
         return ()
 
 
-def _reduced(value: Any) -> list[Any]:
-    """What an object tells `pickle` of itself besides its attributes: state that only C code can read."""
+def _pickled(value: Any) -> list[Any]:
+    """What an object tells `pickle` of itself."""
+    return [list(part) if hasattr(part, "__next__") else part for part in value.__reduce_ex__(4)]
+
+
+def _in_c(value: Any) -> list[Any]:
+    """What an object tells `pickle` of itself beside its attributes, which are read as such."""
     fields = getattr(value, "__dict__", None)
-    parts = [None if part is fields else part for part in value.__reduce_ex__(4)]
-    return [list(part) if hasattr(part, "__next__") else part for part in parts]
+    return [None if part is fields else part for part in _pickled(value)]
 
 
 class _Told:
