@@ -246,6 +246,14 @@ def test_attributes_override_options():
         wrong(torch.zeros(2))
 
 
+def generator(x):
+    yield x
+
+
+async def coroutine(x):
+    return x
+
+
 def scripted():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it is deprecated
@@ -274,6 +282,8 @@ def scripted():
         ),
         (Bare.mro, "write a function that calls it"),
         (nn.Linear(2, 2).__call__, "of a module, decorate the module"),
+        (generator, "generator"),
+        (coroutine, "coroutine"),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -284,21 +294,7 @@ def test_other_things_cannot_be_decorated(target, words):
         assert "\n" not in str(caught.value)
 
 
-def test_generators_and_coroutines_cannot_be_decorated():
-    def generator(x):
-        yield x
-
-    async def coroutine(x):
-        return x
-
-    for function in (generator, coroutine):
-        with pytest.raises(DecorationError):
-            torchcache(function)
-
-
-def test_unknown_options_are_named():
-    with pytest.raises(OptionError, match=r"unknown option 'polici'.*policy"):
-        torchcache(polici="lru")
+def test_shared_arguments_that_a_function_lacks_are_named():
     with pytest.raises(OptionError, match=r"shared_args.*'mask'.*x"):
 
         @torchcache(shared_args=("mask",))
