@@ -170,4 +170,4 @@ def make(path):
 @pytest.fixture
 def at_once(monkeypatch):
     """New segments are looked for at every miss."""
-    monkeypatch.setattr("torchcache2.tiers.disk.catalog._LOOK_EVERY", 0.0)
+    monkeypatch.setattr("torchcache2.tiers.disk.index._LOOK_EVERY", 0.0)

@@ -16,6 +16,7 @@ from tests.benchmarks import (
     disk,
     gpu,
     hits,
+    index,
     lazy,
     losing,
     ranks,
@@ -37,6 +38,7 @@ SECTIONS = {
     "verify": verify.run,
     "codecs": codecs.run,
     "disk": disk.run,
+    "index": index.run,
     "ranks": ranks.run,
     "collective": collective.run,
     "slots": slots.run,
@@ -56,7 +58,7 @@ def main():
         section = SECTIONS[name]
         if name in PLOTS:
             section = partial(section, plot=Path(options.plots, PLOTS[name]))
-        if name in ("disk", "datasets"):
+        if name in ("disk", "index", "datasets"):
             section = partial(section, folder=options.dir)
         torch.manual_seed(0)
         section(report)
@@ -78,7 +80,7 @@ def _options():
     parser.add_argument(
         "--dir",
         metavar="PATH",
-        help="where `disk` and `datasets` write 3 GB and delete them (default: a temporary folder)",
+        help="where `disk`, `index` and `datasets` write 3 GB and delete them (default: a temporary folder)",
     )
     options = parser.parse_args()
     for name in options.sections:

@@ -42,7 +42,7 @@ from torchcache2.files.errors import NewerFormatError
 from torchcache2.files.filesystem import Descriptors, FileSystem, StrangeFileError, ulid
 from torchcache2.files.removal import deleting, in_use
 from torchcache2.tiers import breaker as breaker_module
-from torchcache2.tiers.disk import catalog as located_module
+from torchcache2.tiers.disk import index as located_module
 from torchcache2.tiers.disk.tier import DiskTier
 
 A, B, C = NAMESPACES

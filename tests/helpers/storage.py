@@ -15,7 +15,7 @@ import torch
 
 from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
-from torchcache2.files.directory import FINGERPRINT, LOCK, MIRROR, TAG
+from torchcache2.files.directory import FINGERPRINT, LOCK, MIRROR, RUNS, TAG
 from torchcache2.files.filesystem import FileSystem
 from torchcache2.tiers.disk.tier import DiskTier
 
@@ -158,7 +158,8 @@ def strange_files(path):
     return sorted(
         name
         for name in snapshot(path)
-        if name not in (TAG, LOCK, MIRROR) and not name.endswith((f"/{FINGERPRINT}", ".safetensors"))
+        if name not in (TAG, LOCK, MIRROR, RUNS)
+        and not name.endswith((f"/{FINGERPRINT}", ".safetensors", ".run"))
     )
 
 

@@ -193,68 +193,38 @@ def test_hooks_that_collect():
     assert len(inner) == 3 and hits(module) == 8 and bypasses(module) == {"state": 12}
 
 
+FEATURES = """
+import torch
+from torch import nn
 class Features(nn.Module):
-    """Collects what its layers return, by hooks or by itself."""
-
+    '''Collects what its layers return, by hooks or by itself.'''
     def __init__(self, hook):
         super().__init__()
         self.net = nn.Sequential(nn.Tanh(), nn.Sigmoid())
         self.features, self.outputs = [], {}
         for name, layer in self.net.named_children():
             layer.register_forward_hook(hook(self, name))
-
     def keep(self, module, args, output):
         self.features.append(output)
-
-
-class Cleared(Features):
     def forward(self, x):
-        self.features.clear()
-        self.outputs.clear()
-        self.net(x)
-        return [*self.features, *self.outputs.values()]
+        {body}
+"""
+CLEARED, FOUND = "self.features.clear()\nself.outputs.clear()\n", "[*self.features, *self.outputs.values()]"
+RETURNED = {
+    "cleared": f"{CLEARED}self.net(x)\nreturn {FOUND}",
+    "assigned": f"self.features, self.outputs = [], {{}}\nself.net(x)\nreturn {FOUND}",
+    "emptied": f"self.net(x)\nfound = {FOUND}\n{CLEARED}return found",
+}
+READ = {
+    "unread": f"{CLEARED}return [self.net(x), torch.tanh(x)][::-1]",
+    "what is left of the call before": "count = len(self.features) + len(self.outputs)\n"
+    f"{CLEARED}self.net(x)\nreturn [one + count for one in {FOUND}]",
+    "what is left of earlier calls": f"self.net(x)\nreturn {FOUND}[-2:]",
+}
 
 
-class Assigned(Features):
-    def forward(self, x):
-        self.features, self.outputs = [], {}
-        self.net(x)
-        return [*self.features, *self.outputs.values()]
-
-
-class Emptied(Features):
-    def forward(self, x):
-        self.net(x)
-        found = [*self.features, *self.outputs.values()]
-        self.features.clear()
-        self.outputs.clear()
-        return found
-
-
-class Unread(Features):
-    def forward(self, x):
-        self.features.clear()
-        self.outputs.clear()
-        return [self.net(x), torch.tanh(x)][::-1]
-
-
-class Mixed(Features):
-    """What is left of the call before is read."""
-
-    def forward(self, x):
-        count = len(self.features) + len(self.outputs)
-        self.features.clear()
-        self.outputs.clear()
-        self.net(x)
-        return [one + count for one in (*self.features, *self.outputs.values())]
-
-
-class Kept(Features):
-    """What is left of earlier calls may be read."""
-
-    def forward(self, x):
-        self.net(x)
-        return [*self.features, *self.outputs.values()][-2:]
+def features(load, body):
+    return load("features_of_test", FEATURES.replace("{body}", body.replace("\n", "\n        "))).Features
 
 
 def method(module, name):
@@ -280,9 +250,9 @@ HOOKS = [method, appending, setting, naming]
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.parametrize("make", [Cleared, Assigned, Emptied])
-def test_features_that_a_forward_collects_and_returns_are_no_state(make, hook):
-    module = torchcache(make(hook).eval())
+@pytest.mark.parametrize("name", RETURNED)
+def test_features_that_a_forward_collects_and_returns_are_no_state(name, hook, load):
+    module = torchcache(features(load, RETURNED[name])(hook).eval())
     for x in (X, X, X + 1, X[:2]):
         first, second = module(x)
         assert torch.equal(first, x.tanh()) and torch.equal(second, x.tanh().sigmoid())
@@ -290,8 +260,9 @@ def test_features_that_a_forward_collects_and_returns_are_no_state(make, hook):
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.parametrize("make", [Unread, Mixed, Kept])
-def test_features_that_others_may_read_are_state(make, hook):
+@pytest.mark.parametrize("name", READ)
+def test_features_that_others_may_read_are_state(name, hook, load):
+    make = features(load, READ[name])
     plain, module = make(hook).eval(), torchcache(make(hook).eval())
     for x in (X, X + 1, X):
         assert all(map(torch.equal, module(x), plain(x)))

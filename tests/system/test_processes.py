@@ -669,7 +669,7 @@ FORKED_WHILE_WRITING = """
 import os, sys, threading, time
 from tests.helpers.storage import NEVER, found, put
 from torchcache2.files.filesystem import FileSystem
-from torchcache2.tiers.disk import catalog as located
+from torchcache2.tiers.disk import index as located
 from torchcache2.tiers.disk.tier import DiskTier
 
 located._LOOK_EVERY = 0.0

@@ -27,6 +27,8 @@ from torchcache2.files.directory import (
     MIRROR,
     NAMESPACE_NAME,
     NOTE_NAME,
+    RUN_NAME,
+    RUNS,
     SEGMENT_NAME,
     TAG,
     CacheDirectory,
@@ -96,10 +98,11 @@ def _names(info: tarfile.TarInfo) -> tuple[str, str]:
     if info.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
         kind = _KINDS.get(info.type, "not a plain file")
         raise ArchiveError(f"has {info.name!r}, which is {kind}: it is no export of a cache directory")
-    if path in (TAG, LOCK, MIRROR, ASKED) or NOTE_NAME.fullmatch(path) or is_left_over(path):
+    if path in (TAG, LOCK, RUNS, MIRROR, ASKED) or NOTE_NAME.fullmatch(path) or is_left_over(path):
         return "", path
     namespace, _, name = path.partition("/")
-    is_ours = name == FINGERPRINT or SEGMENT_NAME.fullmatch(name) or is_left_over(name)
+    is_known = any(one.fullmatch(name) for one in (SEGMENT_NAME, RUN_NAME))
+    is_ours = is_known or name == FINGERPRINT or is_left_over(name)
     if not NAMESPACE_NAME.fullmatch(namespace) or not is_ours:
         raise ArchiveError(f"has {info.name!r}, which is no file of a cache directory")
     return namespace, name

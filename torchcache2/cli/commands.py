@@ -156,7 +156,7 @@ def _verify(directory: _Dir = ".", form: _AsFormat = _Format.table) -> None:
 
     Changes nothing.
     """
-    from torchcache2.cli.report import STATES, opened, row_limit, trouble, verdict
+    from torchcache2.cli.report import STATES, opened, row_limit, trouble, verdict, verdict_of_run
 
     counts, rows, bad, limit = dict.fromkeys(STATES, 0), 0, [], row_limit()
     with contextlib.ExitStack() as stack:
@@ -181,6 +181,12 @@ def _verify(directory: _Dir = ".", form: _AsFormat = _Format.table) -> None:
                 elif found.state != "gone":
                     bad.append({"file": name, "state": found.state, "reason": found.reason})
                 advance(info.size)
+            for info in one.runs:
+                name = f"{one.namespace}/{info.name}"
+                found = verdict_of_run(cache.fs, os.path.join(cache.path, name))
+                if found.state not in ("good", "gone"):
+                    counts[found.state] += 1
+                    bad.append({"file": name, "state": found.state, "reason": found.reason})
     aside = sum(len(one.corrupt) for one in contents)
     if form is _Format.json:
         out.print_json({**counts, "rows": rows, "set_aside": aside, "files": bad})
@@ -286,7 +292,7 @@ def _remove_in_bucket(names: Sequence[str], url: str, form: _Format, *, ask: boo
         # A namespace loses what describes it last, so that nobody wonders what is left when this is stopped.
         files = [(one.namespace, info) for one in contents for info in (*one.segments, *one.heads)]
         files += [(one.namespace, info) for one in contents for info in (*one.corrupt, *one.temporary)]
-        files += [(one.namespace, info) for one in contents for info in one.others]
+        files += [(one.namespace, info) for one in contents for info in (*one.runs, *one.others)]
         try:
             with out.progress("deleting", sum(info.size for _, info in files)) as advance:
                 for first in range(0, len(files), _AT_ONCE):

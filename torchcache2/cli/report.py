@@ -23,6 +23,7 @@ from torchcache2.files.directory import NAMESPACE_NAME, TAG, CacheDirectory, Con
 from torchcache2.files.errors import DamagedError, NewerFormatError, UnreadableError
 from torchcache2.files.filesystem import Descriptors, FileSystem
 from torchcache2.files.removal import in_use
+from torchcache2.files.run import Run
 from torchcache2.files.segment import Segment
 from torchcache2.tiers.bucket.files import BucketFiles
 from torchcache2.tiers.bucket.objects import Objects
@@ -63,6 +64,15 @@ def verdict(fs: FileSystem, path: str, namespace: str, limit: int) -> Verdict:
         return verdict_of(segment)
     except (OSError, UnreadableError, OptionError, MemoryError) as error:
         return trouble(error)
+
+
+def verdict_of_run(fs: FileSystem, path: str) -> Verdict:
+    """Read all of a run, and compare every checksum."""
+    try:
+        Run(fs, Descriptors(fs), path).check()
+    except (OSError, UnreadableError, MemoryError) as error:
+        return trouble(error)
+    return Verdict("good")
 
 
 def verdict_of(segment: Segment) -> Verdict:

@@ -113,45 +113,35 @@ class CacheStats:
         return self.hits / asked if asked else 0.0
 
     def _lines(self) -> list[tuple[str, str]]:
+        """Names and texts; what has not happened, in tiers that not all caches have, has no line."""
         bypasses = ", ".join(f"{reason} {count:,}" for reason, count in self.bypasses.items())
-        lines = [
-            ("hits", f"{self.hits:,} ({self.hit_rate:.1%})"),
-            ("misses", f"{self.misses:,}"),
-            ("bypasses", bypasses or "0"),
-            ("evictions", f"{self.evictions:,}"),
-            ("memory", f"{self.memory_rows:,} rows, {size_text(self.memory_bytes)}"),
-            *self._lines_of_slower_tiers(),
-            ("computed", f"{self.seconds_computed:.2f} s"),
-            ("saved", _UNKNOWN if self.seconds_saved is None else f"{self.seconds_saved:.2f} s (estimated)"),
+        on_disk = f"{size_text(self.disk_bytes)} in the directory" if self.disk_bytes else "not sealed yet"
+        evicted = f", {self.remote_evictions:,} evicted" if self.remote_evictions else ""
+        where = "on disk or remote" if self.remote_bytes else "on disk"
+        waited = f"{self.waited:,} rows that other ranks computed; {self.taken_over:,} were taken over"
+        exchanged = f"{self.received:,} rows received and {self.sent:,} sent in {self.exchange_seconds:.2f} s"
+        remote = f"{self.remote_rows:,} rows, {size_text(self.remote_bytes)}{evicted}"
+        sent = f"{size_text(self.bytes_up)} to the bucket, {size_text(self.bytes_down)} from there"
+        faults = f"{self.faults:,} {where}, and {self.corrupt:,} damaged rows or files"
+        saved = _UNKNOWN if self.seconds_saved is None else f"{self.seconds_saved:.2f} s (estimated)"
+        lines: list[tuple[str, str, object]] = [
+            ("hits", f"{self.hits:,} ({self.hit_rate:.1%})", True),
+            ("misses", f"{self.misses:,}", True),
+            ("bypasses", bypasses or "0", True),
+            ("evictions", f"{self.evictions:,}", True),
+            ("memory", f"{self.memory_rows:,} rows, {size_text(self.memory_bytes)}", True),
+            ("waited", waited, self.waited or self.taken_over),
+            ("exchanged", exchanged, self.exchange_seconds),
+            ("disk", f"{self.disk_rows:,} rows, {on_disk}", self.disk_rows or self.disk_bytes),
+            ("deleted", f"{self.disk_evictions:,} rows on disk, to make room", self.disk_evictions),
+            ("remote", remote, self.remote_rows or self.remote_bytes),
+            ("sent", sent, self.bytes_up or self.bytes_down),
+            ("faults", faults, self.corrupt or self.faults),
+            ("computed", f"{self.seconds_computed:.2f} s", True),
+            ("saved", saved, True),
+            ("verified", f"{self.verified:,}, of which {self.mismatched:,} differed", self.verified),
         ]
-        if self.verified:
-            lines.append(("verified", f"{self.verified:,}, of which {self.mismatched:,} differed"))
-        return lines
-
-    def _lines_of_slower_tiers(self) -> list[tuple[str, str]]:
-        lines = []
-        if self.waited or self.taken_over:
-            text = f"{self.waited:,} rows that other ranks computed; {self.taken_over:,} were taken over"
-            lines.append(("waited", text))
-        if self.exchange_seconds:
-            text = f"{self.received:,} rows received and {self.sent:,} sent in {self.exchange_seconds:.2f} s"
-            lines.append(("exchanged", text))
-        if self.disk_rows or self.disk_bytes:
-            size = f"{size_text(self.disk_bytes)} in the directory" if self.disk_bytes else "not sealed yet"
-            lines.append(("disk", f"{self.disk_rows:,} rows, {size}"))
-        if self.disk_evictions:
-            lines.append(("deleted", f"{self.disk_evictions:,} rows on disk, to make room"))
-        if self.remote_rows or self.remote_bytes:
-            evicted = f", {self.remote_evictions:,} evicted" if self.remote_evictions else ""
-            lines.append(("remote", f"{self.remote_rows:,} rows, {size_text(self.remote_bytes)}{evicted}"))
-        if self.bytes_up or self.bytes_down:
-            text = f"{size_text(self.bytes_up)} to the bucket, {size_text(self.bytes_down)} from there"
-            lines.append(("sent", text))
-        if self.corrupt or self.faults:
-            where = "on disk or remote" if self.remote_bytes else "on disk"
-            text = f"{self.faults:,} {where}, and {self.corrupt:,} damaged rows or files"
-            lines.append(("faults", text))
-        return lines
+        return [(name, text) for name, text, happened in lines if happened]
 
     def __str__(self) -> str:
         return "\n".join(f"{name:<10}{value}" for name, value in self._lines())

@@ -4,11 +4,14 @@
 
     <directory>/CACHEDIR.TAG                                  says that this is a cache, and of which format
     <directory>/.lock                                         held by whoever deletes
+    <directory>/.runs                                         held by whoever writes runs
     <directory>/<32 hex>.note                                 see `Notes`
     <directory>/<namespace, 32 hex>/fingerprint.json          what the namespace stands for
     <directory>/<namespace, 32 hex>/<ulid>.safetensors        segments
     <directory>/<namespace, 32 hex>/<ulid>.safetensors.tmp    a segment that is being written
     <directory>/<namespace, 32 hex>/<ulid>.safetensors.corrupt
+    <directory>/<namespace, 32 hex>/<ulid>.run                where rows are: the index of many segments
+    <directory>/<namespace, 32 hex>/<ulid>.run.tmp            likewise, and <ulid>.run.corrupt
 
 Nothing else is counted or deleted. A process that uses a namespace holds a shared lock on its
 ``fingerprint.json``, and a writer an exclusive one on its temporary file: the system takes them back when a
@@ -40,11 +43,12 @@ from torchcache2.files.filesystem import (
     ulid,
     write_whole,
 )
-from torchcache2.files.layout import FORMAT_VERSION, HEAD, SEGMENT, TEMPORARY
+from torchcache2.files.layout import FORMAT_VERSION, HEAD, RUN, SEGMENT, TEMPORARY
 
 TAG = "CACHEDIR.TAG"
 LOCK = ".lock"
 MIRROR = ".mirror"
+RUNS = ".runs"
 ASKED = ".asked"
 FINGERPRINT = "fingerprint.json"
 CORRUPT = ".corrupt"
@@ -57,25 +61,30 @@ _IS_OURS = re.compile(rb"^# This folder is a cache of torchcache2, format (\d+)"
 _MOST_DIGITS = 9
 NAMESPACE_NAME = re.compile(r"[0-9a-f]{32}")
 SEGMENT_NAME = re.compile(r"[0-7][0-9A-HJKMNP-TV-Z]{25}" + re.escape(SEGMENT))
+RUN_NAME = re.compile(SEGMENT_NAME.pattern.removesuffix(re.escape(SEGMENT)) + re.escape(RUN))
 HEAD_NAME = re.compile(SEGMENT_NAME.pattern + re.escape(HEAD))
 PART, MAP = ".part", ".part.map"  # of a segment with a head: some of its blocks, and which are here
 PART_NAME = re.compile(SEGMENT_NAME.pattern + re.escape(PART) + r"(\.map)?")
 NOTE_NAME = re.compile(NAMESPACE_NAME.pattern + re.escape(NOTE))
 _WHOLE_TEXT = f"({re.escape(FINGERPRINT)}|{re.escape(TAG)}|{NOTE_NAME.pattern})"
 _TEMPORARY_TEXT = re.compile(_WHOLE_TEXT + r"\.[0-9A-Z]{26}")
-_LEFT_OVER = re.compile(f"{SEGMENT_NAME.pattern}({re.escape(TEMPORARY)}|{re.escape(CORRUPT)})")
+_LEFT_OVER = re.compile(
+    f"({SEGMENT_NAME.pattern}|{RUN_NAME.pattern})({re.escape(TEMPORARY)}|{re.escape(CORRUPT)})"
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
     """The files of one namespace, which is 32 hexadecimal digits.
 
-    Besides segments there are the `heads` of those that a bucket has, the `parts` of some of these, segments
-    that were found `corrupt`, `temporary` files that are being written, and `others`: ``fingerprint.json``.
+    Besides segments there are their `runs`, the `heads` of those that a bucket has, the `parts` of some of
+    these, files that were found `corrupt`, `temporary` ones that are being written, and `others`:
+    ``fingerprint.json``.
     """
 
     namespace: str
     segments: list[FileInfo]
+    runs: list[FileInfo]
     heads: list[FileInfo]
     parts: list[FileInfo]
     corrupt: list[FileInfo]
@@ -85,7 +94,8 @@ class Contents:
     @property
     def files(self) -> list[FileInfo]:
         """All of these files."""
-        return [*self.segments, *self.heads, *self.parts, *self.corrupt, *self.temporary, *self.others]
+        rest = [*self.corrupt, *self.temporary, *self.others]
+        return [*self.segments, *self.runs, *self.heads, *self.parts, *rest]
 
     @property
     def nbytes(self) -> int:
@@ -100,12 +110,14 @@ class Contents:
 
 def contents_of(namespace: str, listing: list[FileInfo]) -> Contents:
     """The files of a namespace among what is in its folder."""
-    found = Contents(namespace, [], [], [], [], [], [])
+    found = Contents(namespace, [], [], [], [], [], [], [])
     for info in listing:
         if info.is_folder:
             continue
         if SEGMENT_NAME.fullmatch(info.name):
             found.segments.append(info)
+        elif RUN_NAME.fullmatch(info.name):
+            found.runs.append(info)
         elif HEAD_NAME.fullmatch(info.name):
             found.heads.append(info)
         elif PART_NAME.fullmatch(info.name):
@@ -121,7 +133,7 @@ def is_ours(info: FileInfo) -> bool:
     """Whether something in the directory is the cache's own."""
     if info.is_folder:
         return NAMESPACE_NAME.fullmatch(info.name) is not None
-    is_known = info.name in (TAG, LOCK, MIRROR, ASKED) or NOTE_NAME.fullmatch(info.name) is not None
+    is_known = info.name in (TAG, LOCK, RUNS, MIRROR, ASKED) or NOTE_NAME.fullmatch(info.name) is not None
     return is_known or _TEMPORARY_TEXT.fullmatch(info.name) is not None
 
 

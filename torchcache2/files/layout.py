@@ -28,6 +28,7 @@ from torchcache2.files.schema import schema_from_json, schema_to_json
 
 FORMAT_VERSION = 2
 SEGMENT = ".safetensors"
+RUN = ".run"
 TEMPORARY = ".tmp"  # behind the name of a segment that is being written
 HEAD = ".head"  # behind the name of a segment that a bucket has
 MOST_SCHEMA_BYTES = 2 << 20  # the header escapes it, and has the paths of its leaves once more

@@ -175,9 +175,10 @@ class Removal:
         return True
 
     def files(self, contents: Contents) -> None:
-        """Delete a namespace's segments, the oldest first, also what is left of some, and the heads."""
+        """Delete a namespace's segments, the oldest first, what is left of some, the heads and the runs."""
         segments = sorted(contents.segments, key=lambda info: (info.mtime, info.name))
-        for info in (*segments, *reversed(contents.parts), *contents.corrupt, *contents.heads):
+        rest = (*reversed(contents.parts), *contents.corrupt, *contents.heads, *contents.runs)
+        for info in (*segments, *rest):
             self.file(contents, info)
 
     def file(self, contents: Contents, info: FileInfo) -> None:

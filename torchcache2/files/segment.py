@@ -29,6 +29,7 @@ from torchcache2.files.layout import (
     SEGMENT,
     TEMPORARY,
     Layout,
+    parse,
     parse_head,
     read_head,
     schema_text,
@@ -222,7 +223,8 @@ class Segment:
     nbytes : int
         Bytes of the file.
     keys : ndarray of uint8, shape (n, 16), or None
-        The key of each row; None when the owner of the segment has taken them into its index.
+        The key of each row; None when the owner of the segment has taken them into its index, or a run has
+        them.
     """
 
     def __init__(
@@ -240,8 +242,8 @@ class Segment:
         self.layout = layout
         self._start = start  # byte of the file at which the rows begin
         self.nbytes = start + layout.row_data_bytes
-        self.keys: Array | None = index["keys"]
-        self._checksums = index["checksums"]
+        self.keys: Array | None = index.get("keys")
+        self._checksums = index.get("checksums")
         self._shapes = index.get("shapes")
         self._offsets = index.get("offsets")
         if self._offsets is not None and layout.payload_bytes < 1 << 32:
@@ -291,9 +293,34 @@ class Segment:
         return cls(fs, descriptors, path, layout, len(head), index)
 
     @classmethod
+    def of_run(
+        cls, fs: FileSystem, descriptors: Descriptors, path: str, head: int, digest: int, *, limit: int
+    ) -> Segment:
+        """A segment whose rows a run has found: only its header is read.
+
+        It is the one that the run was made of if the xxh3-64 of its first `head` bytes is the `digest`, as
+        these have the checksum of its index: else `DamagedError`. Of ragged rows, the index is read.
+        """
+        file = descriptors.get(path)
+        size = fs.size(file)
+        first = fs.read_bytes(file, 0, min(head, size))
+        if xxh3_64_intdigest(first) != digest:
+            raise DamagedError("not the segment that the run was made of")
+        layout = parse(first[8:], size, limit)
+        if layout.extents:
+            return cls.open(fs, descriptors, path, limit=limit)
+        return cls(fs, descriptors, path, layout, head + layout.index_bytes, {})
+
+    @classmethod
     def written(cls, fs: FileSystem, descriptors: Descriptors, path: str, encoded: Encoded) -> Segment:
         """The segment that has just been written."""
         return cls(fs, descriptors, path, encoded.layout, len(encoded.head), dict(encoded.index))
+
+    @property
+    def checksums(self) -> Array:
+        """xxh3-64 of each row, shape ``(n,)``; of a segment that was opened with its index."""
+        assert self._checksums is not None
+        return self._checksums
 
     def schemas(self, rows: Array) -> Iterator[tuple[Schema, Array]]:
         """The schemas of some rows, shape ``(m,)``, and for each the positions in `rows` that have it."""
@@ -317,7 +344,14 @@ class Segment:
         for _, _, start, end in _runs(starts, ends):
             self.fs.will_need(file, start, end - start)
 
-    def read(self, rows: Array, columns: Columns, targets: Array, waited: Waited = lambda: None) -> bool:
+    def read(
+        self,
+        rows: Array,
+        columns: Columns,
+        targets: Array,
+        waited: Waited = lambda: None,
+        checksums: Array | None = None,
+    ) -> bool:
         """Read rows of one schema into columns; False if one of them is damaged.
 
         Parameters
@@ -330,12 +364,19 @@ class Segment:
             Where in the columns each row goes, less than k.
         waited : callable
             Called when a read took so long that the disk was waited for.
+        checksums : ndarray of uint64, shape (m,), optional
+            Those of the rows, for a segment that was opened without its index.
         """
         if len(rows) == 0:
             return True
         file = self._descriptors.get(self.path)
         order = np.argsort(rows, kind="stable")
         rows, targets = rows[order], targets[order]
+        if self._checksums is not None:
+            expected = self._checksums[rows]
+        else:
+            assert checksums is not None
+            expected = checksums[order]
         try:
             if self.layout.codec == "none":
                 self._read_plain(file, rows, columns, targets.tolist(), waited)
@@ -344,7 +385,7 @@ class Segment:
         except DamagedError:
             return False
         found = row_checksums(columns, targets.tolist())
-        return bool((found == self._checksums[rows]).all())
+        return bool((found == expected).all())
 
     def check(self) -> int:
         """Read all rows; how many of them are damaged."""
@@ -436,13 +477,26 @@ class Segment:
 
     def _ranges(self, blocks: Array) -> tuple[Array, Array]:
         """Where blocks, or rows without blocks, begin and end in the file."""
-        if self._offsets is None:
+        if not self.layout.rows_per_block:
             size = self.layout.schema.row_bytes
             starts = self._start + blocks * size
             return starts, starts + size
+        if self._offsets is None:
+            return self._read_ranges(blocks)
         return self._start + self._offsets[blocks].astype(np.int64), self._start + self._offsets[
             blocks + 1
         ].astype(np.int64)
+
+    def _read_ranges(self, blocks: Array) -> tuple[Array, Array]:
+        """The same from the file. Nothing says that the bytes are good: the checksums of the rows will."""
+        file, index = self._descriptors.get(self.path), self._start - self.layout.index_bytes
+        first = index + 24 * len(self)  # keys and checksums are before the offsets
+        pairs = [self.fs.read_bytes(file, first + 8 * block, 16) for block in blocks.tolist()]
+        found = np.frombuffer(b"".join(pairs), "<i8").reshape(-1, 2)
+        most = self.layout.payload_bytes
+        if not ((found[:, 0] >= 0) & (found[:, 0] <= found[:, 1]) & (found[:, 1] <= most)).all():
+            raise DamagedError("offsets that do not grow")
+        return self._start + found[:, 0], self._start + found[:, 1]
 
     def _schema_of(self, extents: list[int]) -> Schema:
         rest = iter(extents)

@@ -23,7 +23,6 @@ import sys
 import sysconfig
 import textwrap
 import time
-import tokenize
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -161,12 +160,9 @@ def loaded_differs(module: types.ModuleType, texts: CompiledTexts) -> bool:
     codes = [code for value in list(vars(module).values()) for code in _codes_of(value, file)]
     if not codes or not file.endswith(".py"):
         return False
-    try:
-        with tokenize.open(file) as opened:
-            lines = opened.readlines()
-    except (OSError, SyntaxError, UnicodeDecodeError):
-        return True
-    return not all(texts.have(code, lines) for code in codes)
+    linecache.checkcache(file)
+    lines = linecache.getlines(file)  # none if it cannot be read
+    return not lines or not all(texts.have(code, lines) for code in codes)
 
 
 def _codes_of(value: Any, file: str) -> Iterator[types.CodeType]:

@@ -107,7 +107,7 @@ class Pending:
     ----------
     namespace : bytes
     number : int
-        The number under which `Located` knows this segment.
+        The number under which a `NamespaceIndex` knows this segment.
     nbytes, count : int
         Bytes and number of the rows.
     since : float
@@ -147,6 +147,10 @@ class Pending:
         self.count += len(keys)
         return first
 
+    def added(self) -> Iterator[tuple[Array, int]]:
+        """The keys of each batch, and the number of its first row."""
+        return ((keys.data, first) for (keys, _), first in zip(self.batches, self._starts, strict=True))
+
     def rows(self) -> list[tuple[Keys, Rows]]:
         """All rows, to be written."""
         return [(keys, own.rows.laid_out_as(own.schema)) for keys, own in self.batches]
@@ -164,7 +168,14 @@ class Pending:
         for schema, parts in by_schema.items():
             yield schema, np.sort(np.concatenate(parts))
 
-    def read(self, rows: Array, columns: list[Array], targets: Array, waited: object = None) -> bool:
+    def read(
+        self,
+        rows: Array,
+        columns: list[Array],
+        targets: Array,
+        waited: object = None,
+        checksums: object = None,
+    ) -> bool:
         """Copy rows of one schema into columns, uint8 ``(m, bytes)``, at `targets`."""
         numbers = self._batches_of(rows)
         for number in np.unique(numbers).tolist():

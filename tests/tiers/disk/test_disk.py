@@ -52,7 +52,7 @@ from torchcache2.files import filesystem
 from torchcache2.files.directory import FINGERPRINT, LOCK, TAG, CacheDirectory
 from torchcache2.files.filesystem import FileSystem, ulid
 from torchcache2.files.removal import in_use, make_room
-from torchcache2.tiers.disk import catalog as located_module
+from torchcache2.tiers.disk import index as located_module
 from torchcache2.tiers.disk import reading as reading_module
 from torchcache2.tiers.disk.tier import DiskTier
 

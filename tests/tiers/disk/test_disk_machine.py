@@ -12,6 +12,7 @@ from pathlib import Path
 
 import hypothesis
 import hypothesis.strategies as st
+import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from safetensors import safe_open
 
@@ -30,7 +31,7 @@ from tests.helpers.storage import (
     size_of,
     strange_files,
 )
-from torchcache2.tiers.disk import catalog as located_module
+from torchcache2.tiers.disk import index, merging
 from torchcache2.tiers.disk.tier import DiskTier
 
 SOAK = bool(os.environ.get("SOAK"))
@@ -112,12 +113,16 @@ class Directory(RuleBasedStateMachine):
         budget=st.sampled_from([LARGE, SMALL]),
         codec=st.sampled_from(["none", "brotli"]),
         threads=st.booleans(),
+        runs=st.booleans(),
     )
-    def make(self, policy, budget, codec, threads):
-        self.look_every, located_module._LOOK_EVERY = located_module._LOOK_EVERY, 0.0
-        self.start = threading.Thread.start
+    def make(self, policy, budget, codec, threads, runs):
+        self.patches = pytest.MonkeyPatch()
+        self.patches.setattr(index, "_LOOK_EVERY", 0.0)
+        if runs:
+            self.patches.setattr(merging, "_LEAST_ROWS", 10)
+            self.patches.setattr(merging, "_MERGED", 3)
         if not threads:
-            threading.Thread.start = refuse  # whoever flushes writes
+            self.patches.setattr(threading.Thread, "start", refuse)  # whoever flushes writes
         self.folder = tempfile.mkdtemp()
         self.path = Path(self.folder) / "cache"
         self.policy, self.budget, self.threads = policy, budget, threads
@@ -244,6 +249,19 @@ class Directory(RuleBasedStateMachine):
             self.gone = True
             self.sealed -= lost
 
+    @rule(which=which, space=spaces, place=st.floats(0, 1, exclude_max=True), cut=st.booleans())
+    def damage_a_run(self, which, space, place, cut):
+        """Runs say nothing that segments do not say: no row is lost, or another one found."""
+        files = sorted(self.path.glob(f"{space.hex()}/*.run"))
+        if files:
+            file = files[which % len(files)]
+            size = int(place * file.stat().st_size)
+            if cut:
+                os.truncate(file, size)
+            else:
+                flip(file, size)
+            self.gone = True
+
     @invariant()
     def nothing_fails(self):
         if hasattr(self, "handles"):
@@ -252,7 +270,7 @@ class Directory(RuleBasedStateMachine):
                 assert stats.faults == 0
                 assert self.small or stats.evictions == 0
             if not self.threads:  # else they write and delete meanwhile
-                sizes = [file.stat().st_size for file in segments(self.path)]
+                sizes = [file.stat().st_size for file in (*segments(self.path), *self.path.glob("*/*.run"))]
                 self.largest = max([self.largest, *sizes])
                 assert size_of(self.path) <= self.budget + len(self.handles) * self.largest
 
@@ -272,8 +290,7 @@ class Directory(RuleBasedStateMachine):
             # Whatever has happened, nobody has to tidy up.
             assert [name for name in strange_files(self.path) if not name.endswith(".corrupt")] == []
         finally:
-            located_module._LOOK_EVERY = self.look_every
-            threading.Thread.start = self.start
+            self.patches.undo()
             shutil.rmtree(self.folder)
 
 

@@ -37,7 +37,7 @@ from tests.helpers.storage import (
 from torchcache2.core import sizes
 from torchcache2.files.directory import LOCK
 from torchcache2.files.filesystem import FileSystem
-from torchcache2.tiers.disk import catalog as located_module
+from torchcache2.tiers.disk import index as located_module
 from torchcache2.tiers.disk.tier import DiskTier
 from torchcache2.tiers.unwritten import Pending
 

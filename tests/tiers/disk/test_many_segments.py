@@ -29,10 +29,8 @@ from tests.helpers.storage import (
     size_of,
 )
 from torchcache2.files.removal import Allowance, make_room
-from torchcache2.tiers.disk import catalog as places_module
-from torchcache2.tiers.disk.catalog import Places
+from torchcache2.tiers.disk.index import Table
 from torchcache2.tiers.disk.tier import DiskTier
-from torchcache2.tiers.index import KeyIndex
 from torchcache2.tiers.unwritten import OwnRows, Slabs
 from torchcache2.tiers.writer import Pace, Writer
 
@@ -54,13 +52,13 @@ class Counting(Watched):
 @pytest.fixture
 def removals(monkeypatch):
     """How many keys each removal from an index was about."""
-    counts, remove = [], KeyIndex.remove
+    counts, remove = [], Table.remove
 
-    def counted(self, entries):
-        counts.append(len(entries))
-        return remove(self, entries)
+    def counted(self, numbers):
+        counts.append(remove(self, numbers))
+        return counts[-1]
 
-    monkeypatch.setattr(KeyIndex, "remove", counted)
+    monkeypatch.setattr(Table, "remove", counted)
     return counts
 
 
@@ -87,7 +85,7 @@ def delete(files):
 
 @pytest.mark.parametrize("met", ["looking", "reading"])
 @pytest.mark.parametrize("processes", [2, 3])
-def test_no_file_is_opened_again_for_those_that_are_gone(make, path, removals, at_once, met, processes):
+def test_files_are_opened_again_once_for_those_that_are_gone(make, path, removals, at_once, met, processes):
     names = computed_by(path, processes, 30)
     fs = Counting()
     tier = make(fs=fs)
@@ -98,8 +96,8 @@ def test_no_file_is_opened_again_for_those_that_are_gone(make, path, removals, a
     fs.calls.clear()
     here = found(tier, [NOWHERE, *names] if met == "looking" else names)
     assert len(removals) == 1  # all of them at once
-    # A file that is there is opened once, to read its rows; so is one that is gone, to notice.
-    assert fs.calls.count("open") <= processes * 30 + 1
+    # A file is opened to read its rows, or to notice that it is gone; and once more for the index.
+    assert fs.calls.count("open") <= 2 * processes * 30 + 1
     if met == "reading":
         found(tier, [NOWHERE])
     fresh = found(make(), names)
@@ -107,15 +105,12 @@ def test_no_file_is_opened_again_for_those_that_are_gone(make, path, removals, a
     assert set(here) <= set(fresh) and len(fresh) > len(names) / 2
 
 
-def test_looking_finds_rows_of_gone_segments_elsewhere_without_opening_any(make, path, at_once):
+def test_looking_finds_rows_of_gone_segments_elsewhere(make, path, at_once):
     names = computed_by(path, 2, 40)
-    fs = Counting()
-    tier = make(fs=fs)
+    tier = make()
     tier.get(keys_of([NOWHERE]))
     delete(segments(path)[:40])
-    fs.calls.clear()
     assert found(tier, [NOWHERE]) == []
-    assert fs.calls.count("open") <= 1 and fs.calls.count("read") == 0
     assert found(tier, names) == sealed_names(path, names) == names[3:]
 
 
@@ -154,21 +149,6 @@ def test_a_thousand_copies_of_one_segment_cost_one_look_each(make, path, at_once
     assert tier.index_bytes < first / 10
 
 
-def test_what_is_restored_in_pieces_is_complete_in_the_end(make, path, at_once, monkeypatch):
-    names = computed_by(path, 2, 40)
-    tier = make()
-    assert found(tier, names) == names
-    delete(segments(path)[:40])
-    monkeypatch.setattr(places_module, "_CHECKED_AT_ONCE", 1)
-    numbers = [len(found(tier, [NOWHERE, *names])) for _ in range(41)]
-    assert numbers == sorted(numbers) and len(set(numbers)) > 10
-    assert found(tier, names) == sealed_names(path, names) == names[3:]
-    delete(segments(path)[1:])
-    for _ in range(80):
-        found(tier, [NOWHERE, *names])
-    assert found(tier, names) == sealed_names(path, names)
-
-
 def test_a_forked_child_finds_copies_of_what_its_parent_writes(make, path, at_once):
     tier, other = make(), make()
     assert found(tier, range(10)) == []
@@ -192,45 +172,30 @@ def test_a_forked_child_finds_copies_of_what_its_parent_writes(make, path, at_on
 # Where keys are
 
 
-def test_places_agree_with_a_dict_of_lists(monkeypatch):
-    """Sources come and go, with keys that others have; a key is at the place of one that is left."""
-    monkeypatch.setattr(places_module, "_CHECKED_AT_ONCE", 50)
+def test_the_table_agrees_with_a_dict():
+    """Segments come and go, with keys that others have: a key is where one of them has it, or nowhere."""
     generator = np.random.default_rng(0)
-    places, sources = Places(), {}
+    table, segments = Table(), {}
     data = np.frombuffer(b"".join(map(key_of, range(200))), np.uint8).reshape(-1, 16)
     for number in range(300):
         chosen = generator.choice(200, generator.integers(1, 60), replace=bool(generator.integers(2)))
-        places.add(data[chosen], number, 0)
-        sources[number] = chosen
+        table.add({number: data[chosen]}, 7)
+        segments[number] = chosen
+        new = table.find(data[chosen].view("<u8"))
+        assert (new >= 0).all()
         if generator.random() < 0.4:
-            gone = generator.choice(list(sources), min(len(sources), int(generator.integers(1, 12))), False)
-            before = len(places)
-            count = places.remove(gone.tolist())
-            assert len(places) == before - count
+            gone = generator.choice(list(segments), min(len(segments), int(generator.integers(1, 12))), False)
+            before = len(table)
+            count = table.remove(gone.tolist())
+            assert len(table) == before - count
             for one in gone.tolist():
-                del sources[one]
-        if generator.random() < 0.3:
-            continue  # the next removal comes before everything is restored
-        for _ in range(400):
-            places.restore()
-        expected = set().union(*(set(chosen.tolist()) for chosen in sources.values()))
-        entries = places.find(data.view("<u8"))
-        assert set(np.flatnonzero(entries >= 0).tolist()) == expected and len(places) == len(expected)
-        here = sorted(expected)
-        for key, source, row in zip(here, *map(np.ndarray.tolist, places.where(entries[here])), strict=True):
-            assert sources[source][row] == key
-
-
-def test_copies_take_24_bytes(make, path):
-    one = Places()
-    keys = keys_of(range(1000)).data
-    one.add(keys, 0, 0)
-    before = one.nbytes
-    one.add(keys, 1, 0)
-    assert one.nbytes - before == 24 * 1000
-    one.remove([1])
-    one.restore()
-    assert one.nbytes == before and len(one) == 1000
+                del segments[one]
+        found = table.find(data.view("<u8"))
+        here = np.flatnonzero(found >= 0)
+        assert len(here) == len(table) == table.count(list(segments))
+        for key, location in zip(here.tolist(), found[here].tolist(), strict=True):
+            assert segments[location >> 32][(location & 0xFFFFFFFF) - 7] == key
+    assert table.has_copies
 
 
 # Making room

@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, ClassVar
-from weakref import WeakKeyDictionary, WeakValueDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import numpy as np
 import torch
@@ -258,8 +258,8 @@ class Exchange:
         self.steps = 0
         self._schemas = Schemas()
         self._compared: set[tuple[bytes, ...]] = set()  # the same on all ranks
-        self._holdings: WeakValueDictionary[tuple[str, int], Holdings] = WeakValueDictionary()
-        self._last: Callable[[], Holdings | None] = lambda: None  # of them that was called
+        self._holdings: WeakSet[Holdings] = WeakSet()  # of all caches that were called
+        self._called: WeakValueDictionary[str, Holdings] = WeakValueDictionary()  # the last one of each name
         self._pid, self._thread = os.getpid(), threading.Lock()
         self._do_all_know = False
 
@@ -313,8 +313,7 @@ class Exchange:
         if not active:
             return None
         if part.flags & Flag.DONE:  # others may call other modules
-            called = [one for (name, _), one in self._holdings.items() if name == active[0].caller]
-            part.holdings = called[-1] if called else part.holdings
+            part.holdings = self._called.get(active[0].caller, part.holdings)
         if all(ask.flags & Flag.BYPASS for ask in active):
             return Received(all_pass=True)
         if _any(asks, Flag.SHARDED) and _any(asks, Flag.RUN | Flag.BYPASS):
@@ -324,10 +323,8 @@ class Exchange:
     def _ask(self, part: Part) -> list[Ask]:
         """Round 1: what all ranks say; nothing if no rank needs anything."""
         holdings = part.holdings
-        if self._last() is not holdings:
-            self._holdings.pop((part.name, id(holdings)), None)  # what is called again is the last one
-            self._holdings[part.name, id(holdings)] = holdings
-            self._last = ref(holdings)
+        self._called[part.name] = holdings
+        self._holdings.add(holdings)
         while True:
             failure: Exception | None = None
             try:
@@ -353,7 +350,7 @@ class Exchange:
             if not all_dropped:
                 self._compare(part, asks)
                 return asks
-            for one in list(self._holdings.values()):
+            for one in list(self._holdings):
                 for namespace in all_dropped:
                     one.drop(namespace)
 
@@ -621,18 +618,24 @@ class _BatchPart(Part):
         self._is_read_later = may_have_all and self.holdings.has_all(batch.keys)
         if self._is_read_later:
             return NO_KEYS
-        hits = self._hits = self._cache.find(batch)
+        hits = self._look()
         self.holdings.had_all = hits is not None and len(hits.positions) == len(batch.keys)
         if hits is None:  # rows of several shapes
             self.flags = Flag.BYPASS
             return NO_KEYS
-        self._misses = Misses.of(batch.keys, hits)
-        self._keys = batch.keys.take(self._misses.distinct)
         if self._source.is_sharded:
             is_all = len(self._keys) == 0
             must_run = len(hits.checked) > 0 or (is_all and not self.is_enough(Received()))
             self.flags |= Flag.RUN * must_run
         return self._keys.data
+
+    def _look(self) -> Hits | None:
+        hits: Hits | None = self._cache.find(self._batch)
+        self._hits = hits
+        if hits is not None and not (self._is_read_later and hits.is_all(len(self._batch.keys))):
+            self._misses = Misses.of(self._batch.keys, hits)
+            self._keys = self._batch.keys.take(self._misses.distinct)
+        return hits
 
     def description(self) -> Mapping[str, Any]:
         """What the namespace stands for, as JSON."""
@@ -642,10 +645,7 @@ class _BatchPart(Part):
         """Read rows of which only the keys were looked up; some may have gone meanwhile."""
         if self._is_read_later:
             try:
-                self._hits = self._cache.find(self._batch)
-                if self._hits is not None and not self._hits.is_all(len(self._batch.keys)):
-                    self._misses = Misses.of(self._batch.keys, self._hits)
-                    self._keys = self._batch.keys.take(self._misses.distinct)
+                self._look()
             except Exception as error:  # the others have what they need, so it is raised after the step
                 self._error = error
 

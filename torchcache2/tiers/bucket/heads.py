@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -11,17 +12,15 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from torchcache2.core.process import ProcessLock
-from torchcache2.files.directory import FINGERPRINT, CacheDirectory, contents_of
+from torchcache2.files.directory import FINGERPRINT, CacheDirectory, Contents, contents_of
 from torchcache2.files.errors import DamagedError, NewerFormatError, UnreadableError
 from torchcache2.files.filesystem import Descriptors, FileInfo, made_at
 from torchcache2.files.layout import FORMAT_VERSION, HEAD, head_size, parse_head, read_head, write_head
 from torchcache2.files.segment import Segment
 from torchcache2.tiers.bucket.objects import Objects
 from torchcache2.tiers.bucket.sparse import BucketFolder
-from torchcache2.tiers.disk.catalog import Located
+from torchcache2.tiers.disk.index import NamespaceIndex
 
 _RETRY = 2.0  # seconds
 _AT_ONCE = 32  # heads
@@ -207,7 +206,7 @@ class Listing:
             pass  # others may be able to read it
 
 
-class Remote(Located):
+class Remote(NamespaceIndex):
     """The segments of one namespace in a bucket, known by their heads.
 
     Those that were made up to `since`, in milliseconds since 1970, are left out.
@@ -239,7 +238,7 @@ class Remote(Located):
     @property
     def known(self) -> set[str]:
         """Names of segments whose heads need not be fetched."""
-        return self.names | self._heads.keys()
+        return self.names | self._numbers.keys() | self._heads.keys()
 
     @property
     def stored(self) -> dict[int, Segment]:
@@ -249,15 +248,14 @@ class Remote(Located):
 
     def count(self) -> int:
         """How many rows are in these."""
-        numbers, _ = self.places.where(np.arange(len(self.places)))
-        return int(np.isin(numbers, list(self.stored)).sum())
+        return self.table.count(list(self.stored))
 
     def update(self, changes: Changes) -> None:
         """Note what a listing has shown."""
         self.remove_files(changes.gone)
         self.names -= self._lost | changes.gone  # what the bucket has again is opened again
         self._lost.clear()
-        self._heads |= {name: head for name, head in changes.heads.items() if name not in self.names}
+        self._heads |= {name: head for name, head in changes.heads.items() if name not in self.known}
         self._changed = -1
         self.look_again()
 
@@ -272,14 +270,13 @@ class Remote(Located):
     def hold(self, *, is_used: bool = True) -> None:
         """The disk tier in front counts as the user of the namespace."""
 
-    def _files(self) -> list[FileInfo]:
+    def _contents(self) -> Contents:
         contents = self._directory.contents(self.namespace.hex())
         there = {info.name.removesuffix(HEAD): info for info in contents.heads}
         for name in (*self._heads, *self._numbers):  # the bucket has these, whatever is in the folder
             there.setdefault(name, FileInfo(name, False, 0, 0.0))
-        return [
-            info._replace(name=name) for name, info in sorted(there.items()) if made_at(name) > self.since
-        ]
+        here = [info._replace(name=name) for name, info in there.items() if made_at(name) > self.since]
+        return dataclasses.replace(contents, segments=here, runs=[])
 
     def _open(self, path: str) -> Segment:
         fs, name = self._directory.fs, os.path.basename(path)

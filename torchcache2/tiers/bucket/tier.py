@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from torch.utils.data import get_worker_info
 
-from torchcache2.core.keys import Array, Flags, Keys, Ordinals, Positions
+from torchcache2.core.keys import Array, Flags, Keys, Positions
 from torchcache2.core.memory import with_ordinary_tensors
 from torchcache2.core.places import Bucket
 from torchcache2.core.process import AtExit, ProcessLock, holds
@@ -32,6 +32,7 @@ from torchcache2.tiers.bucket.heads import Listing, Remote
 from torchcache2.tiers.bucket.mirror import Mirror
 from torchcache2.tiers.bucket.objects import Objects
 from torchcache2.tiers.bucket.sparse import BucketFolder
+from torchcache2.tiers.disk.index import RowLocations
 from torchcache2.tiers.disk.reading import read_rows
 
 _EXIT_PRIORITY = 5  # lower than that of the disk tier's writer, higher than that of a temporary folder
@@ -40,16 +41,15 @@ _MILLISECOND = 1_000_000  # nanoseconds
 
 
 class _Sought(NamedTuple):
-    """Rows of a batch that the bucket has: numbers of segments, rows in them, positions in the batch."""
+    """Rows of a batch that the bucket has: segments, where rows are in them, positions in the batch."""
 
     segments: dict[int, Segment]
-    numbers: Array
-    rows: Array
+    where: RowLocations
     positions: Positions
 
-    def at(self, chosen: Array | slice) -> tuple[Array, Array, Positions]:
-        """The last three of some rows."""
-        return self.numbers[chosen], self.rows[chosen], self.positions[chosen]
+    def at(self, chosen: Array | slice) -> tuple[RowLocations, Positions]:
+        """The last two of some rows."""
+        return self.where.at(chosen), self.positions[chosen]
 
 
 class RemoteTier(Tier):
@@ -221,18 +221,18 @@ class RemoteTier(Tier):
         worker: heads of an earlier run may be those of another bucket, or of one that was emptied since.
         """
         with self._lock():
-            located, ordinals = self._ordinals(keys)
+            located, where = self._where(keys)
             if located is None:
-                return _taken(located, ordinals)
+                return _taken(located, where)
             if keys.namespace not in self._listings:
                 self._listings[keys.namespace] = Listing(
                     self.objects, self._local, keys.namespace, self._limit, self._every
                 )
             listing = self._listings[keys.namespace]
             doubts = self._mirror is not None and self._mirror.uploads and get_worker_info() is None
-            is_sure = (listing.was_had or not doubts) and (ordinals >= 0).all()
+            is_sure = (listing.was_had or not doubts) and (where.numbers >= 0).all()
             if is_sure or listing.is_quiet():
-                return _taken(located, ordinals)
+                return _taken(located, where)
             known, since = located.known, located.since
         changes = None
         try:
@@ -242,23 +242,24 @@ class RemoteTier(Tier):
         with self._lock():
             if changes is not None and not self._is_closed:
                 self._remote(keys.namespace).update(changes)
-            return _taken(*self._ordinals(keys))
+            return _taken(*self._where(keys))
 
-    def _ordinals(self, keys: Keys) -> tuple[Remote | None, Ordinals]:
-        """What is known of the namespace, or None, and the ordinal of each key, or -1; with the lock held."""
+    def _where(self, keys: Keys) -> tuple[Remote | None, RowLocations]:
+        """What is known of the namespace, or None, and where each key is; with the lock held."""
         self._begin()
         if self._reads and not self._is_closed and len(keys):
             try:
                 located = self._remote(keys.namespace)
-                ordinals = located.places.find(keys.words)
-                if (ordinals < 0).any() and located.look():
-                    ordinals = located.places.find(keys.words)  # looking may have moved every key
+                where = located.find(keys.words)
+                if (where.numbers < 0).any() and located.look():
+                    where = located.find(keys.words)
             except BaseException:
                 self._located.pop(keys.namespace, None)  # it may be half changed
                 raise
             if self._reads:  # looking may have shown a later format
-                return located, ordinals
-        return None, np.full(len(keys), -1)
+                return located, where
+        nowhere = np.full(len(keys), -1)
+        return None, RowLocations(nowhere, nowhere, nowhere)
 
     def _begin(self) -> None:
         if self._mirror is not None:
@@ -283,7 +284,7 @@ class RemoteTier(Tier):
     def _read(self, namespace: bytes, sought: _Sought) -> Parts:
         """The rows that are sought. Damaged ones are left out, and not asked for again."""
         for number, segment in sought.segments.items():
-            segment.read_ahead(sought.rows[sought.numbers == number])
+            segment.read_ahead(sought.where.rows[sought.where.numbers == number])
         self._folder.fetch()
         parts, failed = read_rows(sought.segments, *sought.at(slice(None)))
         bad: dict[int, list[int]] = {}
@@ -313,13 +314,13 @@ class RemoteTier(Tier):
         segment, parts, bad = sought.segments[number], Parts(), set[int]()
         self._folder.doubt(segment.path)
         self._files.forget(segment.path)
-        which = np.flatnonzero(sought.numbers == number)
-        segment.read_ahead(sought.rows[which])
+        which = np.flatnonzero(sought.where.numbers == number)
+        segment.read_ahead(sought.where.rows[which])
         for i in which.tolist():
             found, failed = read_rows({number: segment}, *sought.at(slice(i, i + 1)))
             parts += found
             if any(isinstance(error, DamagedError) for error in failed.values()):
-                bad.add(int(sought.rows[i]))
+                bad.add(int(sought.where.rows[i]))
         if bad:
             self._folder.doubt(segment.path)
         return parts, sorted(bad)
@@ -347,13 +348,14 @@ def _name(segment: Segment) -> str:
     return os.path.basename(segment.path)
 
 
-def _taken(located: Remote | None, ordinals: Ordinals) -> _Sought:
-    positions = np.flatnonzero(ordinals >= 0)
+def _taken(located: Remote | None, where: RowLocations) -> _Sought:
+    positions = np.flatnonzero(where.numbers >= 0)
     if located is None or len(positions) == 0:
-        return _Sought({}, ordinals[:0], ordinals[:0], positions[:0])
-    numbers, rows = located.places.where(ordinals[positions])
+        return _Sought({}, where.at(slice(0)), positions[:0])
     if located.damaged:
-        good = ~np.isin(numbers << 32 | rows, list(located.damaged))
-        numbers, rows, positions = numbers[good], rows[good], positions[good]
-    segments = {n: one for n in set(numbers.tolist()) if isinstance(one := located.segments[n], Segment)}
-    return _Sought(segments, numbers, rows, positions)
+        rows = where.numbers[positions] << 32 | where.rows[positions]
+        positions = positions[~np.isin(rows, list(located.damaged))]
+    where = where.at(positions)
+    numbers = set(where.numbers.tolist())
+    segments = {n: one for n in numbers if isinstance(one := located.segments[n], Segment)}
+    return _Sought(segments, where, positions)

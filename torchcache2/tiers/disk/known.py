@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection
 from torchcache2.core.process import ProcessLock
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.filesystem import Descriptor, Descriptors
-from torchcache2.tiers.disk.catalog import Located
 from torchcache2.tiers.disk.health import Health
+from torchcache2.tiers.disk.index import NamespaceIndex
 from torchcache2.tiers.writer import Writer
 
 
@@ -34,7 +34,7 @@ class Known:
         drops: Callable[[], int] = int,
     ) -> None:
         self.lock = ProcessLock(threading.RLock)
-        self.located: dict[bytes, Located] = {}
+        self.located: dict[bytes, NamespaceIndex] = {}
         self.descriptors = Descriptors(directory.fs)
         self.writer: Writer | None = None
         self.closed = False
@@ -75,7 +75,7 @@ class Known:
                 located.forget_pending()  # the parent will write them
         self.writer = self._make_writer()
 
-    def namespace(self, namespace: bytes) -> Located:
+    def namespace(self, namespace: bytes) -> NamespaceIndex:
         """What is known of a namespace; this process counts as its user from now on. With the lock held."""
         located = self.located.get(namespace)
         if located is None:
@@ -85,9 +85,9 @@ class Known:
         located.keep_hold()
         return located
 
-    def new(self, namespace: bytes) -> Located:
+    def new(self, namespace: bytes) -> NamespaceIndex:
         """Begin to know a namespace, at first without rows; with the lock held."""
-        located = self.located[namespace] = Located(
+        located = self.located[namespace] = NamespaceIndex(
             namespace, self._directory, self.descriptors, self.numbers, self._limit, self._health.fault
         )
         return located
@@ -107,7 +107,7 @@ class Known:
         """Forget the segments in the files of these names; returns the same."""
         return self._change(namespace, lambda located: located.remove_files(names))
 
-    def _change(self, namespace: bytes, change: Callable[[Located], int]) -> int:
+    def _change(self, namespace: bytes, change: Callable[[NamespaceIndex], int]) -> int:
         with self.lock():
             located = self.located.get(namespace)
             if located is None:

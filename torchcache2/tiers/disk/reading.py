@@ -11,13 +11,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from torchcache2.core.keys import Array, Flags, Keys, Ordinals, Positions
+from torchcache2.core.keys import Array, Flags, Keys, Positions
 from torchcache2.core.rows import Rows, Schema
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.errors import DamagedError
 from torchcache2.files.segment import Columns, Segment, empty_columns, rows_of
-from torchcache2.tiers.disk.catalog import AnySegment, Located
 from torchcache2.tiers.disk.health import Health
+from torchcache2.tiers.disk.index import AnySegment, NamespaceIndex, RowLocations
 from torchcache2.tiers.disk.known import Known
 
 _TOUCHED_EVERY = 60.0  # seconds
@@ -37,14 +37,12 @@ class Reader:
         """The rows of those keys that are here, by schema, with their positions in the batch."""
         self._let_go_before(keys)
         with self._known.lock():
-            located, ordinals = self._ordinals(keys)
-            positions = np.flatnonzero(ordinals >= 0)
-            if located is None or len(positions) == 0:
+            index, where = self._where(keys)
+            positions = np.flatnonzero(where.numbers >= 0)
+            if index is None or len(positions) == 0:
                 return []
-            numbers, rows = located.places.where(ordinals[positions])
-            segments = {number: located.segments[number] for number in set(numbers.tolist())}
-
-        found, failed = read_rows(segments, numbers, rows, positions)
+            segments = index.open_segments(set(where.numbers[positions].tolist()))
+        found, failed = read_rows(segments, where.at(positions), positions)
         for number, error in failed.items():
             segment = segments[number]
             if not isinstance(segment, Segment):  # rows that wait are in no file that could be set aside
@@ -65,28 +63,29 @@ class Reader:
         """Whether each key has a row here now."""
         self._let_go_before(keys)
         with self._known.lock():
-            return self._ordinals(keys)[1] >= 0
+            return self._where(keys)[1].numbers >= 0
 
     def _let_go_before(self, keys: Keys) -> None:
         """Let unused namespaces go before another one is used; without the lock."""
         if keys.namespace not in self._known.located:
             self._known.let_go()  # else a process that only reads would hold all it ever used
 
-    def _ordinals(self, keys: Keys) -> tuple[Located | None, Ordinals]:
-        """What is known of the namespace, or None, and the ordinal of each key, or -1; with the lock held."""
+    def _where(self, keys: Keys) -> tuple[NamespaceIndex | None, RowLocations]:
+        """The index of the namespace, or None, and where each key is; with the lock held."""
         self._known.begin()
         if not self._known.closed and self._health.reads:
             try:
-                located = self._known.namespace(keys.namespace)
-                ordinals = located.places.find(keys.words)
-                if (ordinals < 0).any() and located.look():
-                    ordinals = located.places.find(keys.words)  # looking may have moved every key
+                index = self._known.namespace(keys.namespace)
+                where = index.find(keys.words)
+                if (where.numbers < 0).any() and index.look():
+                    where = index.find(keys.words)
             except BaseException:
                 self._known.start_anew(keys.namespace)
                 raise
             if self._health.reads:  # looking may have shown files of a newer format
-                return located, ordinals
-        return None, np.full(len(keys), -1)
+                return index, where
+        nowhere = np.full(len(keys), -1)
+        return None, RowLocations(nowhere, nowhere, nowhere)
 
     def _touch(self, segment: AnySegment) -> None:
         """Set the time at which a segment was last used; at most once a minute."""
@@ -104,25 +103,27 @@ class _Job(NamedTuple):
     number: int
     rows: Array
     positions: Positions
+    checksums: Array
 
 
 def read_rows(
-    segments: Mapping[int, AnySegment], numbers: Array, rows: Array, positions: Positions
+    segments: Mapping[int, AnySegment], where: RowLocations, positions: Positions
 ) -> tuple[list[tuple[Positions, Rows]], dict[int, Exception]]:
     """Read rows by schema; also the error of each segment that cannot be read, whose rows are left out.
 
-    `numbers` (of segments), `rows` (in them) and `positions` (in the batch, ascending) are of shape ``(n,)``.
+    The `positions` are those in the batch, ascending. Rows of other segments are left out, too.
     The system is asked for all rows as soon as one was waited for.
     """
     jobs: dict[Schema, list[_Job]] = {}
     ahead: dict[int, Array] = {}
     size = 0
     for number, segment in segments.items():
-        which = np.flatnonzero(numbers == number)
-        ahead[number] = rows[which]
-        for schema, some in segment.schemas(rows[which]):
+        which = np.flatnonzero(where.numbers == number)
+        ahead[number] = rows = where.rows[which]
+        for schema, some in segment.schemas(rows):
             chosen = which[some]
-            jobs.setdefault(schema, []).append(_Job(number, rows[chosen], positions[chosen]))
+            job = _Job(number, rows[some], positions[chosen], where.checksums[chosen])
+            jobs.setdefault(schema, []).append(job)
             size += schema.row_bytes * len(chosen)
     failed: dict[int, Exception] = {}
     with _Ahead(segments, ahead, size) as asks:
@@ -185,7 +186,7 @@ def _read(
     for job in jobs:
         targets = np.searchsorted(wanted, job.positions)
         try:
-            if not segments[job.number].read(job.rows, columns, targets, waited):
+            if not segments[job.number].read(job.rows, columns, targets, waited, job.checksums):
                 raise DamagedError("a row is not what was written")
         except (OSError, DamagedError, MemoryError) as error:
             good[targets] = False

@@ -26,9 +26,10 @@ from torchcache2.files.filesystem import Descriptor, StrangeFileError, is_read_o
 from torchcache2.files.layout import HEAD, SEGMENT
 from torchcache2.files.removal import Allowance, Removal, room_after
 from torchcache2.files.segment import Encoded, Segment, encode, write
-from torchcache2.tiers.disk.catalog import Located
 from torchcache2.tiers.disk.health import Health
+from torchcache2.tiers.disk.index import NamespaceIndex
 from torchcache2.tiers.disk.known import Known
+from torchcache2.tiers.disk.merging import is_due, write_runs
 from torchcache2.tiers.serialisable import Serialisable
 from torchcache2.tiers.unwritten import OwnRows, Pending, Slabs
 from torchcache2.tiers.writer import Writer
@@ -186,7 +187,7 @@ class Sealing:
                 located = self._known.namespace(keys.namespace)
                 if not self._health.writes:  # looking has shown that the files are of a newer format
                     return 0
-                absent = np.flatnonzero(located.places.find(keys.words) < 0)
+                absent = np.flatnonzero(located.find(keys.words).numbers < 0)
                 if len(absent) < len(keys):
                     keys, own = keys.take(absent), own.take(absent)
                 self._queue_rows(self._known.writer, located, keys, own)
@@ -195,7 +196,7 @@ class Sealing:
                 raise
         return len(keys)
 
-    def _queue_rows(self, writer: Writer, located: Located, keys: Keys, own: OwnRows) -> None:
+    def _queue_rows(self, writer: Writer, located: NamespaceIndex, keys: Keys, own: OwnRows) -> None:
         """Add rows to segments that will be written, so that none gets much larger than the target."""
         family = own.schema.family
         step = max(1, writer.pace.target // max(1, own.schema.row_bytes))
@@ -247,6 +248,7 @@ class Sealing:
                     located.sealed(pending.number, segment)
             if self._on_sealed is not None:
                 self._on_sealed()
+            self._write_runs(located)
             return True
         except Exception as error:
             self._health.write_fault(error, folder, pending.namespace)
@@ -256,6 +258,16 @@ class Sealing:
                 self.lost += 0 if is_lasting else len(pending)
                 self.forget(pending)
             return False
+
+    def _write_runs(self, located: NamespaceIndex) -> None:
+        """Write runs if many rows are in none, unless the process is about to end."""
+        if self.is_last or not is_due(*located.beside_runs):
+            return
+        try:
+            if write_runs(self._directory, located.namespace, max(self._budget, 1), self._budget):
+                located.look_again()
+        except OSError as error:
+            self._health.fault(error, self._directory.folder(located.namespace))
 
     def _waits_on(self, pending: Pending) -> bool:
         """Have rows wait until the pause is over; False if there is no room for them."""

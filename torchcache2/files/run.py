@@ -1,0 +1,298 @@
+"""`Run`: where the rows of many segments are, in one sorted file that is searched on the disk.
+
+A run has an entry for each row of some segments: key, segment, number of the row, and the row's checksum. All
+processes share its pages through the system's cache, and each keeps in memory only the first key of each
+block. docs/format.md specifies the file. Runs hold nothing that the segments' heads do not have: one that is
+lost or damaged is made again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from torchcache2.core.keys import Array, Positions, Words
+from torchcache2.files.errors import DamagedError, NewerFormatError
+from torchcache2.files.filesystem import Descriptor, Descriptors, FileSystem, ulid, write_whole
+from torchcache2.files.layout import RUN, TEMPORARY
+
+RUN_VERSION = 1
+_MAGIC = b"tc2 run\n"
+_ROWS = 127  # entries of a page
+ENTRY = np.dtype([("low", "<u8"), ("high", "<u8"), ("checksum", "<u8"), ("segment", "<u4"), ("row", "<u4")])
+_PAGE = np.dtype([("checksum", "<u8"), ("unused", "V24"), ("entries", ENTRY, (_ROWS,))])
+TABLE = np.dtype(
+    [("name", "S26"), ("unused", "V2"), ("rows", "<u4"), ("head", "<u8"), ("digest", "<u8")]
+)  # of a segment: the ULID of its name, entries in the run, bytes up to the index, and xxh3-64 of these
+_END = np.dtype(
+    [
+        ("magic", "S8"),
+        ("version", "<u4"),
+        ("pages_per_block", "<u4"),
+        ("namespace", "V16"),
+        ("blocks", "<u8"),
+        ("segments", "<u8"),
+        ("checksum", "<u8"),
+    ]
+)
+_NO_SEGMENT = 0xFFFFFFFF  # of entries behind the last one
+_MOST_BLOCKS = 1 << 20  # so that their first keys take 8 MB at most
+_AT_ONCE = 1 << 20  # entries that are sorted and written together, 32 MB
+_TIMED, _SLOW = 4, 50e-6  # so many reads show whether pages are in memory: these take less, in seconds
+
+
+class Run:
+    """An open run; raises `DamagedError` where its bytes are not what was written.
+
+    Attributes
+    ----------
+    path : str
+    namespace : bytes
+    table : ndarray of TABLE
+        The segments; an entry's `segment` is a position in it.
+    """
+
+    def __init__(self, fs: FileSystem, descriptors: Descriptors, path: str) -> None:
+        self.path = path
+        self._fs, self._descriptors = fs, descriptors
+        file = descriptors.get(path)
+        size = fs.size(file)
+        if size < _END.itemsize:
+            raise DamagedError(f"a run of {size} bytes")
+        end = np.frombuffer(fs.read_bytes(file, size - _END.itemsize, _END.itemsize), _END)[0]
+        if end["magic"] != _MAGIC.rstrip(b"\0"):
+            raise DamagedError("not a run")
+        if end["version"] != RUN_VERSION:
+            raise NewerFormatError(f"a run of version {end['version']}")
+        self.namespace = bytes(end["namespace"])
+        self._pages_per_block = per_block = int(end["pages_per_block"])
+        blocks, segments = int(end["blocks"]), int(end["segments"])
+        start = blocks * per_block * _PAGE.itemsize
+        if start + 8 * blocks + TABLE.itemsize * segments + _END.itemsize != size or not blocks:
+            raise DamagedError(f"a run of {size} bytes that says it has {blocks} blocks")
+        tail = fs.read_bytes(file, start, size - start)
+        if xxh3_64_intdigest(tail[:-8]) != end["checksum"]:
+            raise DamagedError("another checksum")
+        self._first_keys = np.frombuffer(tail, "<u8", blocks)
+        self.table = np.frombuffer(tail, TABLE, segments, 8 * blocks)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of its segments, without suffix."""
+        return [name.decode("ascii", "replace") for name in self.table["name"].tolist()]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return int(self._first_keys.nbytes + self.table.nbytes)
+
+    def find(self, words: Words) -> tuple[Positions, Array]:
+        """The entries of some keys, ``(n, 2)``, and for each of them the position of its key.
+
+        A key may have none, or several.
+        """
+        pages = self._read(np.maximum(np.searchsorted(self._first_keys, words[:, 0], side="right") - 1, 0))
+        entries = pages["entries"].reshape(len(words), -1)
+        positions, columns = (entries["low"] == words[:, :1]).nonzero()
+        found = entries[positions, columns]
+        is_same = (found["high"] == words[positions, 1]) & (found["segment"] != _NO_SEGMENT)
+        if not is_same.all():
+            positions, columns, found = positions[is_same], columns[is_same], found[is_same]
+        _check(pages[positions, columns // _ROWS])
+        return positions, found
+
+    def between(self, first: int, end: int) -> Array:
+        """The entries whose keys begin with a number from `first` up to, and without, `end`."""
+        least, most = np.uint64(first), np.uint64(end - 1)
+        begin = max(0, int(np.searchsorted(self._first_keys, least, side="left")) - 1)
+        stop = int(np.searchsorted(self._first_keys, most, side="right"))
+        if stop <= begin:
+            return np.empty(0, ENTRY)
+        pages = np.empty((stop - begin) * self._pages_per_block, _PAGE)
+        offset = begin * self._pages_per_block * _PAGE.itemsize
+        self._fs.read_all(self._file(), [pages.view(np.uint8).data], offset)
+        _check(pages)
+        entries = pages["entries"].reshape(-1)
+        low = entries["low"]
+        inside: Array = entries[(low >= least) & (low <= most) & (entries["segment"] != _NO_SEGMENT)]
+        return inside
+
+    def check(self) -> None:
+        """Read all of it."""
+        for first, end in _ranges(int(self.table["rows"].sum(dtype=np.int64))):
+            if (self.between(first, end)["segment"] >= len(self.table)).any():
+                raise DamagedError("entries of a segment that is not in the table")
+
+    def close(self) -> None:
+        """Close the file when nobody reads it any more."""
+        self._descriptors.forget(self.path)
+
+    def _file(self) -> Descriptor:
+        return self._descriptors.get(self.path)
+
+    def _read(self, blocks: Array) -> Array:
+        """The pages of some blocks, ``(n, pages of a block)``, at once if the disk is waited for."""
+        pages = np.empty((len(blocks), self._pages_per_block), _PAGE)
+        size = self._pages_per_block * _PAGE.itemsize
+        view, file, fs = pages.view(np.uint8).reshape(-1).data, self._file(), self._fs
+        offsets: list[int] = (blocks * size).tolist()
+        begun = time.perf_counter()
+        for number, offset in enumerate(offsets):
+            buffer = view[number * size : number * size + size]
+            if fs.read(file, [buffer], offset) != size:
+                fs.read_all(file, [buffer], offset)
+            if number == _TIMED and time.perf_counter() - begun > _TIMED * _SLOW:
+                for other in offsets[number + 1 :]:
+                    fs.will_need(file, other, size)
+        return pages
+
+
+def _check(pages: Array) -> None:
+    """Raise `DamagedError` if a page is not what was written."""
+    view = np.ascontiguousarray(pages).view(np.uint8).reshape(-1).data
+    size = _PAGE.itemsize
+    for number, checksum in enumerate(pages["checksum"].tolist()):
+        if xxh3_64_intdigest(view[number * size + 8 : number * size + size]) != checksum:
+            raise DamagedError("a page with another checksum")
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What goes into a run: sorted entries of `rows` segments, or those of another run.
+
+    Attributes
+    ----------
+    source : Run or ndarray of ENTRY
+        Sorted by the first 8 bytes of the key.
+    table : ndarray of TABLE
+        The segments of its entries.
+    """
+
+    source: Run | Array
+    table: Array
+
+    def between(self, first: int, end: int) -> Array:
+        """As `Run.between`."""
+        if isinstance(self.source, Run):
+            return self.source.between(first, end)
+        low = self.source["low"]
+        bounds = np.array([first, end - 1], np.uint64)
+        return self.source[np.searchsorted(low, bounds[0]) : np.searchsorted(low, bounds[1], side="right")]
+
+
+def size_of(rows: int, segments: int) -> int:
+    """About how many bytes a run of so many rows and segments has; a little less if it has many."""
+    pages = -(-rows // _ROWS)
+    return pages * (_PAGE.itemsize + 8) + segments * TABLE.itemsize + _END.itemsize
+
+
+def entries_of(keys: Array, checksums: Array, segment: int) -> Array:
+    """The entries of all rows of a segment with these keys, uint8 ``(n, 16)``; not sorted."""
+    entries = np.empty(len(keys), ENTRY)
+    words: Words = keys.view("<u8")
+    entries["low"], entries["high"] = words[:, 0], words[:, 1]
+    entries["checksum"], entries["segment"], entries["row"] = checksums, segment, np.arange(len(keys))
+    return entries
+
+
+def by_key(entries: Array) -> Array:
+    """Entries in the order of a run."""
+    ordered: Array = entries[np.argsort(entries["low"], kind="stable")]
+    return ordered
+
+
+def write_run(fs: FileSystem, folder: str, namespace: bytes, parts: Sequence[Part], alive: set[str]) -> str:
+    """Write one run of what is in some others and in heads; its path.
+
+    Entries of segments whose names are not among those `alive` are left out.
+    """
+    path = os.path.join(folder, ulid() + RUN)
+    index: dict[bytes, int] = {}
+    tables, targets = [], []
+    for part in parts:
+        names = part.table["name"].tolist()
+        here = np.array([name.decode("ascii", "replace") in alive for name in names], bool)
+        new = [place for place, name in enumerate(names) if here[place] and name not in index]
+        for place in new:
+            index[names[place]] = len(index)
+        tables.append(part.table[new])
+        targets.append(np.array([index.get(name, _NO_SEGMENT) for name in names] + [_NO_SEGMENT], np.uint32))
+    table = np.concatenate(tables)
+    most = sum(int(part.table["rows"].sum(dtype=np.int64)) for part in parts)
+    per_block = -(-most // (_ROWS * _MOST_BLOCKS))
+
+    def write(file: Descriptor, _: str) -> None:
+        counts, first_keys, offset = np.zeros(len(table), np.int64), [], 0
+        for blocks in _blocks(_merged(parts, targets, most), per_block * _ROWS):
+            entries = blocks["entries"].reshape(len(blocks), -1)
+            first_keys.append(entries["low"][:, 0].copy())
+            segments = entries["segment"][entries["segment"] != _NO_SEGMENT]
+            counts += np.bincount(segments, minlength=len(table))
+            _seal(blocks)
+            offset = fs.write_all(file, [blocks.view(np.uint8).reshape(-1).data], offset)
+        if not first_keys:
+            raise FileNotFoundError(path)  # every segment has gone meanwhile
+        table["rows"] = counts
+        firsts = np.concatenate(first_keys)
+        end = np.zeros(1, _END)
+        end["magic"], end["version"], end["pages_per_block"] = _MAGIC, RUN_VERSION, per_block
+        end["namespace"], end["blocks"], end["segments"] = np.void(namespace), len(firsts), len(table)
+        tail = firsts.tobytes() + table.tobytes() + end.tobytes()[:-8]
+        tail += xxh3_64_intdigest(tail).to_bytes(8, "little")
+        fs.write_all(file, [memoryview(tail)], offset)
+
+    write_whole(fs, path, write, stem=os.path.join(folder, ""), suffix=RUN + TEMPORARY)
+    return path
+
+
+def _ranges(rows: int) -> Iterator[tuple[int, int]]:
+    """Ranges of the first 8 bytes of keys, as numbers, in each of which are about `_AT_ONCE` of so many."""
+    pieces = -(-max(1, rows) // _AT_ONCE)
+    bounds = [(1 << 64) * piece // pieces for piece in range(pieces + 1)]
+    return pairwise(bounds)
+
+
+def _merged(parts: Sequence[Part], targets: Sequence[Array], rows: int) -> Iterator[Array]:
+    """All entries in order, some at a time, with the numbers that their segments have in the new table."""
+    for first, end in _ranges(rows):
+        pieces = []
+        for part, target in zip(parts, targets, strict=True):
+            entries = part.between(first, end).copy()
+            entries["segment"] = target[np.minimum(entries["segment"], len(target) - 1)]
+            pieces.append(entries[entries["segment"] != _NO_SEGMENT])
+        yield by_key(np.concatenate(pieces)) if len(parts) > 1 else pieces[0]
+
+
+def _blocks(pieces: Iterator[Array], rows: int) -> Iterator[Array]:
+    """Pages, ``(n, pages of a block)``, of entries, `rows` to a block; the last block may have fewer."""
+    left = np.empty(0, ENTRY)
+    while True:
+        piece = next(pieces, None)
+        entries = left if piece is None else np.concatenate([left, piece])
+        full = len(entries) // rows if piece is not None else -(-len(entries) // rows)
+        if full:
+            padded = entries[: full * rows]
+            if len(padded) < full * rows:
+                rest = np.zeros(full * rows - len(padded), ENTRY)
+                rest["low"], rest["segment"] = (1 << 64) - 1, _NO_SEGMENT
+                padded = np.concatenate([padded, rest])
+            pages = np.zeros((full, rows // _ROWS), _PAGE)
+            pages["entries"] = padded.reshape(full, rows // _ROWS, _ROWS)
+            yield pages
+        left = entries[full * rows :]
+        if piece is None:
+            return
+
+
+def _seal(pages: Array) -> None:
+    """Write each page's checksum into it."""
+    flat = pages.reshape(-1)
+    view, size = flat.view(np.uint8).data, _PAGE.itemsize
+    starts = range(0, len(flat) * size, size)
+    flat["checksum"] = [xxh3_64_intdigest(view[start + 8 : start + size]) for start in starts]

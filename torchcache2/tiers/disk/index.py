@@ -1,0 +1,470 @@
+"""`NamespaceIndex`: in which segment of a namespace, and in which row of it, each key is.
+
+Most rows of a large namespace are in *runs*, which are searched on the disk. What is newer than the last run,
+and what waits to be written, is in a table in memory. If several processes have computed an item, each of
+their segments has a row of it, and any of these may be found.
+
+Not thread-safe: the tier holds a lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from torchcache2.core.errors import OptionError
+from torchcache2.core.keys import Array, Words
+from torchcache2.files.directory import FINGERPRINT, CacheDirectory, Contents
+from torchcache2.files.errors import DamagedError, NewerFormatError, UnreadableError
+from torchcache2.files.filesystem import Descriptor, Descriptors, FileInfo
+from torchcache2.files.layout import SEGMENT
+from torchcache2.files.run import Run
+from torchcache2.files.segment import Segment
+from torchcache2.tiers.index import KeyIndex
+from torchcache2.tiers.unwritten import Pending
+
+AnySegment = Segment | Pending
+OnFault = Callable[[Exception, str], None]
+
+_LOOK_EVERY = 2.0  # seconds; how often it looks for segments of other writers
+_SETTLED = 2e9  # nanoseconds; a folder that has not changed for so long gets another time if it changes again
+_HOLD_EVERY = 0.1  # seconds
+_ADDED_AT_ONCE = 1 << 20  # keys, 16 MB
+_GROWTH = 1.0625
+_NOWHERE = -1
+
+
+class RowLocations(NamedTuple):
+    """Where keys are, each shape ``(n,)``: numbers of segments, -1 of keys that are nowhere; rows in them.
+
+    The `checksums` are those that runs state, for segments that were opened without their index.
+    """
+
+    numbers: Array
+    rows: Array
+    checksums: Array
+
+    def at(self, positions: Array | slice) -> RowLocations:
+        """Those of some keys."""
+        return RowLocations(*(some[positions] for some in self))
+
+
+class Table:
+    """Keys in memory → segment and row."""
+
+    def __init__(self) -> None:
+        self._index = KeyIndex(np.empty((0, 2), np.uint64))
+        self._locations = np.empty(0, np.int64)  # number of the segment, and in the low 32 bits of the row
+        self.gone = 0  # keys of removed segments; their places are taken when they are added again
+        self.has_copies = False  # whether keys were left out as they were here already
+
+    def __len__(self) -> int:
+        return len(self._index) - self.gone
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return self._index.nbytes + self._index.keys.nbytes + self._locations.nbytes
+
+    def find(self, words: Words) -> Array:
+        """The location of each key, or -1."""
+        ordinals = self._index.find(words)
+        if not len(self._locations):
+            return ordinals
+        locations = self._locations.take(ordinals, mode="clip")
+        locations[ordinals < 0] = _NOWHERE
+        return locations
+
+    def add(self, keys: Mapping[int, Array], first: int = 0) -> None:
+        """Note the keys, uint8 ``(n, 16)``, of segments, given by their numbers, from row `first` on.
+
+        Adding many keys at once takes far less time than adding a few again and again.
+        """
+        words: Words = np.concatenate(list(keys.values())).view("<u8")
+        rows = [number << 32 | np.arange(first, first + len(some)) for number, some in keys.items()]
+        locations = np.concatenate(rows)
+        low = np.sort(words[:, 0])
+        if (low[1:] == low[:-1]).any():  # some may be equal
+            distinct = np.unique(words, axis=0, return_index=True)[1]
+            self.has_copies |= len(distinct) < len(words)
+            words, locations = words[distinct], locations[distinct]
+        ordinals = self._index.find(words)
+        if (ordinals >= 0).any():
+            known = np.flatnonzero(ordinals >= 0)
+            gone = known[self._locations[ordinals[known]] < 0]
+            self._locations[ordinals[gone]] = locations[gone]
+            self.gone -= len(gone)
+            self.has_copies |= len(gone) < len(known)
+            words, locations = words[ordinals < 0], locations[ordinals < 0]
+        count = len(self._index)
+        if count + len(words) > len(self._locations):
+            size = max(count + len(words), int(len(self._locations) * _GROWTH))
+            self._locations = np.concatenate([self._locations[:count], np.empty(size - count, np.int64)])
+            table = np.empty((size, 2), np.uint64)
+            table[:count] = self._index.keys[:count]
+            self._index.keys = table
+        self._index.add(words)
+        self._locations[count : count + len(words)] = locations
+
+    def remove(self, numbers: Collection[int]) -> int:
+        """Forget segments; returns how many keys were found in them."""
+        locations = self._locations[: len(self._index)]
+        ordinals = np.flatnonzero(np.isin(locations >> 32, list(numbers)))
+        locations[ordinals] = _NOWHERE
+        self.gone += len(ordinals)
+        return len(ordinals)
+
+    def count(self, numbers: Collection[int]) -> int:
+        """How many keys are in some segments."""
+        return int(np.isin(self._locations[: len(self._index)] >> 32, list(numbers)).sum())
+
+
+class NamespaceIndex:
+    """The segments of one namespace, and in which of them each key is.
+
+    New segments get the next of `numbers`. A row may have `limit` bytes. `on_fault(error, path)` is called
+    with each error of reading.
+
+    Attributes
+    ----------
+    segments : dict of int to AnySegment
+        Those that are open, and those that wait to be written.
+    names : set of str
+        Names of files that are not to be opened.
+    unopened : dict of str to Exception
+        Why files, by their names, could not be opened.
+    """
+
+    def __init__(
+        self,
+        namespace: bytes,
+        directory: CacheDirectory,
+        descriptors: Descriptors,
+        numbers: Iterator[int],
+        limit: int,
+        on_fault: OnFault,
+    ) -> None:
+        self.namespace = namespace
+        self.segments: dict[int, AnySegment] = {}
+        self.names: set[str] = set()
+        self.unopened: dict[str, Exception] = {}
+        self.table = Table()
+        self._directory = directory
+        self._path = directory.folder(namespace)
+        self._descriptors = descriptors
+        self._next_numbers = numbers
+        self._limit = limit
+        self._on_fault = on_fault
+        self._fingerprint = os.path.join(self._path, FINGERPRINT)
+        self._is_wanted = True
+        self._tried = -_HOLD_EVERY
+        self._looked = -_LOOK_EVERY
+        self._changed = -1
+        self._numbers: dict[str, int] = {}  # segments by the names of their files
+        self._runs: list[Run] = []  # the largest first
+        self._targets: list[Array] = []  # for each run the number of each of its segments, and -1 behind them
+        self._in_runs: dict[int, tuple[str, Array]] = {}  # by number: the file, and what a run says of it
+        self._seen_runs: frozenset[str] = frozenset()
+        self._doubted: set[str] = set()  # segments that are not what a run says
+
+    def __len__(self) -> int:
+        return len(self.table) + sum(int(entry["rows"]) for _, entry in self._in_runs.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the index in memory."""
+        sealed = [one for one in self.segments.values() if isinstance(one, Segment)]
+        runs = sum(run.nbytes for run in self._runs)
+        return self.table.nbytes + runs + sum(one.index_bytes for one in sealed)
+
+    @property
+    def beside_runs(self) -> tuple[int, int]:
+        """How many segments no run has, and how many rows are in memory."""
+        return len(self._numbers) - len(self._in_runs), len(self.table)
+
+    # Who uses the namespace.
+
+    def hold(self, *, is_used: bool = True) -> None:
+        """Count as a user of the namespace from now on, so that nobody deletes it.
+
+        Does not wait for a process that is deleting now, as that may wait for us. A process holds a limited
+        number of namespaces: with `is_used`, this one takes the place of another if need be.
+        """
+        self._is_wanted = True
+        self._tried = time.monotonic()
+        if self.held() is None and (is_used or self._descriptors.may_hold(self._fingerprint)):
+            with contextlib.suppress(OSError):
+                file = self._directory.hold(self.namespace, patient=False)
+                if file is not None:
+                    self._descriptors.hold(self._fingerprint, file)
+
+    def held(self) -> Descriptor | None:
+        """The open file that tells others that this process uses the namespace; None if there is none."""
+        file = self._descriptors.held(self._fingerprint, is_used=False)
+        try:
+            if file is not None and self._directory.fs.same(file, self._fingerprint):
+                return file
+        except OSError:
+            pass
+        return None
+
+    def keep_hold(self) -> None:
+        """Count as a user again if `let_go` was called, or if `hold` failed as somebody was deleting."""
+        is_held = self._descriptors.held(self._fingerprint) is not None
+        if not self._is_wanted or (not is_held and time.monotonic() - self._tried > _HOLD_EVERY):
+            self.hold()
+
+    def let_go(self) -> None:
+        """No longer count as a user."""
+        self._descriptors.let_go(self._fingerprint)
+        self._is_wanted = False
+
+    # Where keys are.
+
+    def find(self, words: Words) -> RowLocations:
+        """Where keys are, ``(n, 2)``."""
+        locations = self.table.find(words)
+        found = RowLocations(locations >> 32, locations & 0xFFFFFFFF, np.zeros(len(words), np.uint64))
+        absent = np.flatnonzero(locations < 0)
+        for run, targets in list(zip(self._runs, self._targets, strict=True)):
+            if not len(absent):
+                break
+            try:
+                positions, entries = run.find(words[absent])
+            except (OSError, DamagedError) as error:
+                self._lose_run(run, error)
+                continue
+            numbers = targets[np.minimum(entries["segment"], len(targets) - 1)]
+            alive = numbers >= 0
+            some = absent[positions[alive]]
+            found.numbers[some], found.rows[some] = numbers[alive], entries["row"][alive]
+            found.checksums[some] = entries["checksum"][alive]
+            absent = absent[found.numbers[absent] < 0]
+        return found
+
+    def open_segments(self, numbers: Iterable[int]) -> dict[int, AnySegment]:
+        """Segments by number, without those that cannot be opened."""
+        found = {}
+        for number in numbers:
+            segment = self.segments.get(number)
+            if segment is None and number in self._in_runs:
+                name, entry = self._in_runs[number]
+                segment = self._opened(name, entry)
+                if segment is None:
+                    self.remove([number])
+                else:
+                    self.segments[number] = segment
+            if segment is not None:
+                found[number] = segment
+        return found
+
+    def _lose_run(self, run: Run, error: Exception) -> None:
+        """Forget a run that cannot be read. Its segments are opened by the next look."""
+        if not isinstance(error, FileNotFoundError):  # otherwise another run has taken its place
+            self._on_fault(error, run.path)
+        self._start_anew()
+
+    # What is in the folder.
+
+    def look_again(self) -> None:
+        """Have the next `look` look."""
+        self._looked = -_LOOK_EVERY
+
+    def look(self) -> bool:
+        """Open what is new, and forget what is gone, at most every few seconds; whether anything changed."""
+        now = time.monotonic()
+        if now - self._looked < _LOOK_EVERY:
+            return False
+        self._looked = now
+        try:
+            changed = self._directory.changed(self.namespace)
+            if changed == self._changed:
+                return False
+            # The clock of a file system is coarse: a second change soon after may leave the time as it is.
+            self._changed = changed if time.time_ns() - changed > _SETTLED else -1
+            contents = self._contents()
+        except OSError as error:
+            self._changed = -1  # look again
+            self._on_fault(error, self._path)
+            return False
+        names = {file.name for file in contents.segments}
+        missing = self._numbers.keys() - names  # other processes have deleted
+        self.remove_files(missing)
+        self.unopened = {name: error for name, error in self.unopened.items() if name in names}
+        before = len(self._numbers)
+        changes = self._look_at_runs(contents.runs, names)
+        self._open_new(sorted(names))
+        if names:
+            self.hold()
+        return bool(missing) or changes or len(self._numbers) > before
+
+    def _contents(self) -> Contents:
+        """The files that there are."""
+        return self._directory.contents(self.namespace.hex())
+
+    def _look_at_runs(self, files: Iterable[FileInfo], names: Collection[str]) -> bool:
+        """Open the runs if they are others than before; whether they are."""
+        seen = frozenset(file.name for file in files)
+        if seen == self._seen_runs:
+            return False
+        self._forget()
+        self._seen_runs = seen
+        for name in seen:
+            path = os.path.join(self._path, name)
+            try:
+                run = Run(self._directory.fs, self._descriptors, path)
+            except (FileNotFoundError, NewerFormatError):
+                continue
+            except (OSError, DamagedError) as error:
+                self._on_fault(error, path)
+                continue
+            if run.namespace == self.namespace:
+                self._runs.append(run)
+        self._runs.sort(key=lambda run: -int(run.table["rows"].sum(dtype=np.int64)))
+        usable = set(names) - self.names - self._doubted
+        for run in self._runs:
+            targets = np.full(len(run.table) + 1, _NOWHERE)
+            for place, name in enumerate(run.names):
+                if name + SEGMENT in usable:
+                    number = self._numbers.get(name + SEGMENT)
+                    if number is None:
+                        number = self._numbers[name + SEGMENT] = next(self._next_numbers)
+                        self._in_runs[number] = name + SEGMENT, run.table[place]
+                    targets[place] = number
+            self._targets.append(targets)
+        return True
+
+    def _start_anew(self) -> None:
+        """Forget all but what waits to be written; the next look reads it again from where it is durable."""
+        self._forget()
+        self._changed = -1
+        self.look_again()
+
+    def _forget(self) -> None:
+        for run in self._runs:
+            run.close()
+        waiting = [one for one in self.segments.values() if isinstance(one, Pending)]
+        self.segments, self.table = {one.number: one for one in waiting}, Table()
+        self._runs, self._targets, self._in_runs, self._numbers = [], [], {}, {}
+        self._seen_runs = frozenset()
+        for pending in waiting:
+            for keys, first in pending.added():
+                self.table.add({pending.number: keys}, first)
+
+    def _open_new(self, names: Iterable[str]) -> None:
+        waiting: dict[int, Array] = {}  # keys that are not in the table yet
+        count = 0
+        for name in names:
+            if name in self.names or name in self._numbers:
+                continue
+            segment = self._opened(name)
+            if segment is None:
+                continue
+            number = self._numbers[name] = next(self._next_numbers)
+            self.segments[number] = segment
+            keys, segment.keys = segment.keys, None
+            assert keys is not None
+            waiting[number] = keys
+            count += len(keys)
+            if count > _ADDED_AT_ONCE:
+                self.table.add(waiting)
+                waiting, count = {}, 0
+        if waiting:
+            self.table.add(waiting)
+
+    def _open(self, path: str) -> Segment:
+        """Open a segment with its index; raises what `Segment.open` raises."""
+        return Segment.open(self._directory.fs, self._descriptors, path, limit=self._limit)
+
+    def _opened(self, name: str, entry: Array | None = None) -> Segment | None:
+        """Open a segment; without its index if a run has it, as an entry of its table says."""
+        path = os.path.join(self._path, name)
+        try:
+            if entry is None:
+                segment = self._open(path)
+            else:
+                head, digest = int(entry["head"]), int(entry["digest"])
+                fs = self._directory.fs
+                segment = Segment.of_run(fs, self._descriptors, path, head, digest, limit=self._limit)
+        except FileNotFoundError:
+            return None
+        except DamagedError as error:
+            if entry is not None:  # whether the segment or the run is wrong, its own index will show
+                self._doubted.add(name)
+                self._changed = -1
+                self.look_again()
+                return None
+            self.unopened[name] = error.with_traceback(None)  # its frames would keep the file open
+            self.names.add(name)
+            self._on_fault(error, path)
+            return None
+        except (OSError, NewerFormatError, OptionError, UnreadableError) as error:
+            self.unopened[name] = error.with_traceback(None)
+            self._changed = -1  # it may be opened later, when its codec is installed or its class is imported
+            if isinstance(error, (OSError, NewerFormatError)):
+                self._on_fault(error, path)
+            return None
+        self.unopened.pop(name, None)
+        if segment.layout.namespace != self.namespace:  # somebody has renamed the folder
+            self.names.add(name)
+            return None
+        return segment
+
+    # What changes.
+
+    def add(self, keys: Array, segment: Pending, first: int) -> None:
+        """Note the keys, uint8 ``(n, 16)``, of row `first` of an unwritten segment and of those after it."""
+        self.segments[segment.number] = segment
+        self.table.add({segment.number: keys}, first)
+
+    def sealed(self, number: int, segment: Segment) -> None:
+        """Note that an unwritten segment is a file now."""
+        name = os.path.basename(segment.path)
+        if number in self.segments:
+            self.segments[number] = segment
+            self._numbers[name] = number
+        self.names.discard(name)
+
+    def remove(self, numbers: Collection[int], damaged: Collection[int] = ()) -> int:
+        """Forget segments; returns how many rows were found in them. Files not `damaged` may be opened again.
+
+        Rows that other segments have too are found again after the next look.
+        """
+        wanted = set(numbers)
+        names = {number: name for name, number in self._numbers.items() if number in wanted}
+        known = [number for number in numbers if number in names or number in self.segments]
+        if not known:
+            return 0
+        rows = 0
+        for number in known:
+            self.segments.pop(number, None)
+            if name := names.get(number):
+                self._descriptors.forget(os.path.join(self._path, name))
+                del self._numbers[name]
+                if number in damaged:
+                    self.names.add(name)
+                else:
+                    self._changed = -1
+            if number in self._in_runs:
+                rows += int(self._in_runs.pop(number)[1]["rows"])
+        for targets in self._targets:
+            targets[np.isin(targets, known)] = _NOWHERE
+        rows += self.table.remove(known)
+        if self.table.has_copies or self.table.gone > max(_ADDED_AT_ONCE, len(self.table)):
+            self._start_anew()
+        return rows
+
+    def remove_files(self, names: Iterable[str]) -> int:
+        """Forget the segments in files of these names; returns how many rows were found in them."""
+        return self.remove([self._numbers[name] for name in names if name in self._numbers])
+
+    def forget_pending(self) -> None:
+        """In a forked child, forget the rows that the parent will write: they are found again afterwards."""
+        self.remove([number for number, segment in self.segments.items() if isinstance(segment, Pending)])
+        self.names.clear()
+        self._changed = -1
