@@ -123,3 +123,8 @@ def told(results):
         if isinstance(result, BaseException):
             raise result
     return results
+
+
+def steps(size, function):
+    """What ``function(mine, rank)`` returns in each rank, where `mine` is its `Rank`."""
+    return told(in_threads(size, lambda rank, channel: function(Rank(channel), rank)))

@@ -142,13 +142,9 @@ class Helped(Configured):
         return x * self.helper.first(self.config)
 
 
-def test_what_a_module_of_the_users_names_counts_again(frozen_dict, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "stable_helper.py").write_text("def first(c):\n    return c._use_default_values[0]\n")
-    importlib.invalidate_caches()
-    left, right = two_of(
-        functools.partial(Helped, helper=importlib.import_module("stable_helper")), frozen_dict
-    )
+def test_what_a_module_of_the_users_names_counts_again(frozen_dict, load):
+    helper = load("stable_helper", "def first(c):\n    return c._use_default_values[0]\n")
+    left, right = two_of(functools.partial(Helped, helper=helper), frozen_dict)
     assert left != right
 
 

@@ -409,24 +409,6 @@ def test_a_step_that_moves_few_weights_is_noticed(optimizer, called):
         assert equal(net(rows), expected)
 
 
-@pytest.mark.parametrize("change", ["data", "first element of data", "buffer", "numpy"])
-@pytest.mark.cpu_only
-def test_changes_of_inference_tensors_are_noticed(change):
-    x = torch.rand(6, 4)
-    with torch.inference_mode():
-        net = cached_class()
-        assert all(parameter.is_inference() for parameter in net.parameters())
-        before = net(x)
-        assert equal(net(x), before)
-        undo = CHANGES[change](net)
-        expected = plain(net, x)
-        assert not equal(expected, before)
-        assert equal(net(x), expected)
-        undo()
-        assert equal(net(x), before)
-    assert hits(net) == 12
-
-
 def test_code_that_is_reloaded_in_place_is_used_and_noticed():
     # As notebooks do: the function stays, and gets the code and attributes of the new one.
     class Double(nn.Module):
@@ -501,18 +483,13 @@ def test_a_change_of_what_a_function_uses_is_noticed(change):
 class Wide(nn.Module):
     def __init__(self):
         super().__init__()
-        self.listed = [1, None, {"a": torch.ones(4)}]
-        self.array = torch.ones(2).numpy()
         self.wide = nn.Linear(4, 1024)
 
     def forward(self, x):
-        return self.wide(x) * self.listed[0] + self.listed[2]["a"].sum() + self.array[0].item()
+        return self.wide(x)
 
 
 REFRESHED = {
-    "list": lambda net: net.listed.__setitem__(0, 2),
-    "dict": lambda net: net.listed[2].update(a=torch.zeros(4)),
-    "array": lambda net: net.array.fill(2),
     "middle of data": lambda net: net.wide.weight.data[40].add_(1),
     "middle of a weight as an array": lambda net: net.wide.weight.numpy()[40].__iadd__(1),
     "nothing": lambda net: None,

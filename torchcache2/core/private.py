@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -275,6 +276,17 @@ def group_timeout(group: Any, devices: Iterable[str]) -> timedelta:
 
 
 # The standard library, and the file systems of buckets.
+
+_is_set: Any = _first("os.environ._data.__contains__") if os.name == "posix" else None
+
+
+def variable(name: str) -> str | None:
+    """An environment variable as it is now; None if it is not set, as most that each call asks for are not.
+
+    For these, `os.environ` raises an error and handles it, which takes as long as the look-up of a row.
+    """
+    return os.environ.get(name) if _is_set is None or _is_set(name.encode()) else None
+
 
 _register_atexit: Any = _first("threading._register_atexit")  # `concurrent.futures` uses it, too
 

@@ -20,6 +20,7 @@ import torch
 from torchcache2.core.errors import OptionError, require
 from torchcache2.core.logs import shown
 from torchcache2.core.places import Bucket, Place, Secrets, Servers, place_of
+from torchcache2.core.private import variable
 from torchcache2.core.process import check_group
 from torchcache2.core.sizes import Size, free_disk, free_memory, host_memory, parse_size
 
@@ -361,6 +362,6 @@ def strict_by_environment() -> bool:
     return _is_on("TORCHCACHE_STRICT")
 
 
-def _is_on(variable: str) -> bool:
-    value = os.environ.get(variable)
+def _is_on(name: str) -> bool:
+    value = variable(name)
     return value is not None and value.strip().lower() not in ("", "0", "false", "no")

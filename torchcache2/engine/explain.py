@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from torchcache2.core.keys import Keys
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.identity.arguments import BoundCall
 from torchcache2.identity.encoding import form, readable, split
@@ -20,18 +21,20 @@ Leaf = tuple[torch.dtype, tuple[int, ...]]
 class CallSeen(NamedTuple):
     """What the items of a call have in common.
 
-    `leaves` has for each batched tensor its path, its dtype, and the shape of an item.
+    `leaves` has for each batched tensor its path, its dtype, and the shape of an item; `group` is that of
+    `Keys`.
     """
 
     namespace: bytes
     context: bytes
     leaves: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
+    group: bytes
 
     @classmethod
-    def of(cls, namespace: bytes, call: BoundCall) -> CallSeen:
+    def of(cls, keys: Keys, call: BoundCall) -> CallSeen:
         """Of one call."""
         leaves = tuple([(path, tensor.dtype, tensor.shape[1:]) for path, tensor in call.leaves])
-        return cls(namespace, call.context, leaves)
+        return cls(keys.namespace, call.context, leaves, keys.group)
 
 
 def of_calls(before: CallSeen, now: CallSeen) -> str:

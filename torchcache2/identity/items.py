@@ -81,7 +81,7 @@ def item_keys(
         tensors = [_subsample(t, most) if math.prod(t.shape[1:]) > most else t for t in tensors]
     columns = [*_columns(tensors), *[_listed(column) for _, column in entries]]
     keys = map(xxh3_128_digest, map(b"".join, zip(repeat(group, count), *columns, strict=True)))
-    return Keys(namespace, np.frombuffer(b"".join(keys), np.uint8).reshape(count, 16), group)
+    return Keys(namespace, np.ndarray((count, 16), np.uint8, b"".join(keys)), group)
 
 
 def _group(

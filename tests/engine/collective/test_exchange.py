@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.threadranks import NAMESPACE, Rank, in_threads, keys_of, told, value
+from tests.helpers.threadranks import NAMESPACE, Rank, in_threads, keys_of, steps, told, value
 from torchcache2 import torchcache
 from torchcache2.core.errors import OptionError, RankError
 from torchcache2.core.settings import CacheSettings
@@ -23,11 +23,11 @@ STEPS = st.lists(st.lists(st.lists(st.integers(0, 12), max_size=8), min_size=3, 
 
 @settings(max_examples=12, deadline=None)
 @given(STEPS, st.booleans())
-def test_each_rank_gets_its_rows_and_each_item_is_computed_once(steps, forgets):
+def test_each_rank_gets_its_rows_and_each_item_is_computed_once(batches, forgets):
     def run(rank, channel):
         mine = Rank(channel, max_memory_cache_size=2000 if forgets else "1MB")
-        for step in steps:
-            mine.fetch(step[rank])
+        for batch in batches:
+            mine.fetch(batch[rank])
         stats = mine.cache.stats()
         mine.cache.close()
         return mine.computed, stats, channel.kinds
@@ -36,19 +36,18 @@ def test_each_rank_gets_its_rows_and_each_item_is_computed_once(steps, forgets):
     assert len({tuple(kinds) for _, _, kinds in results}) == 1
     computed = sorted(number for numbers, _, _ in results for number in numbers)
     if not forgets:
-        assert computed == sorted({number for step in steps for numbers in step for number in numbers})
+        assert computed == sorted({number for batch in batches for numbers in batch for number in numbers})
     assert sum(stats.received for _, stats, _ in results) == sum(stats.sent for _, stats, _ in results)
 
 
 def test_what_all_find_is_one_round():
-    def run(rank, channel):
-        mine = Rank(channel)
+    def run(mine, rank):
         mine.fetch([rank, 5])
-        channel.kinds.clear()
+        mine.channel.kinds.clear()
         mine.fetch([rank])
-        return channel.kinds
+        return mine.channel.kinds
 
-    assert told(in_threads(2, run)) == [["ask"], ["ask"]]
+    assert steps(2, run) == [["ask"], ["ask"]]
 
 
 @pytest.mark.parametrize("gone", ["row", "memory"])
@@ -80,15 +79,14 @@ def test_a_row_may_go_while_the_others_are_told_that_it_is_there(gone):
 
 
 def test_a_row_that_was_sent_is_found_next_time():
-    def run(rank, channel):
-        mine = Rank(channel)
+    def run(mine, rank):
         mine.fetch([1] if rank else [])
         mine.fetch([1])
-        channel.kinds.clear()
+        mine.channel.kinds.clear()
         mine.fetch([1])
-        return channel.kinds, mine.computed, mine.cache.stats().memory_rows
+        return mine.channel.kinds, mine.computed, mine.cache.stats().memory_rows
 
-    first, second = told(in_threads(2, run))
+    first, second = steps(2, run)
     assert first[0] == second[0] == ["ask"] and (first[1], second[1]) == ([], [1])
 
 
@@ -106,8 +104,7 @@ def test_ranks_with_other_namespaces_share_nothing_and_one_warns(log):
 
 @pytest.mark.parametrize("raises", [0, 1])
 def test_an_error_in_one_rank_is_an_error_in_all_and_the_next_step_works(raises):
-    def run(rank, channel):
-        mine = Rank(channel)
+    def run(mine, rank):
 
         def broken(positions):
             raise ZeroDivisionError("here")
@@ -119,7 +116,7 @@ def test_an_error_in_one_rank_is_an_error_in_all_and_the_next_step_works(raises)
         mine.fetch([rank, 3])
         return found
 
-    results = told(in_threads(2, run))
+    results = steps(2, run)
     assert results[raises] == ("ZeroDivisionError", "here", None)
     name, text, number = results[1 - raises]
     assert (name, number) == ("RankError", raises)
@@ -127,8 +124,7 @@ def test_an_error_in_one_rank_is_an_error_in_all_and_the_next_step_works(raises)
 
 
 def test_ranks_leave_at_different_times_and_go_on_answering():
-    def run(rank, channel):
-        mine = Rank(channel)
+    def run(mine, rank):
         with mine.cache.join():
             for step in range([0, 1, 7][rank]):
                 mine.fetch([step, 100 + rank])
@@ -136,13 +132,12 @@ def test_ranks_leave_at_different_times_and_go_on_answering():
             mine.fetch([rank])
         return mine.computed
 
-    results = told(in_threads(3, run))
+    results = steps(3, run)
     assert sum(numbers.count(3) for numbers in results) == 1
 
 
 def test_a_call_alone_needs_nobody():
-    def run(rank, channel):
-        mine = Rank(channel)
+    def run(mine, rank):
         mine.fetch([1])
         if rank == 0:
             with mine.cache.alone():
@@ -150,13 +145,12 @@ def test_a_call_alone_needs_nobody():
         mine.fetch([2])
         return mine.computed
 
-    first, second = told(in_threads(2, run))
+    first, second = steps(2, run)
     assert sorted(first + second) == [1, 2]
 
 
 def test_all_namespaces_that_one_rank_drops_all_drop():
-    def run(rank, channel):
-        mine = Rank(channel)
+    def run(mine, rank):
         names = [NAMESPACE, bytes(16)]
         for mine.namespace in names * 2:
             mine.fetch([1, 2])
@@ -167,7 +161,7 @@ def test_all_namespaces_that_one_rank_drops_all_drop():
             mine.fetch([1, 2])
         return mine.computed
 
-    first, second = told(in_threads(2, run))
+    first, second = steps(2, run)
     assert sorted(first + second) == [1, 1, 2, 2]
 
 
@@ -195,8 +189,7 @@ def test_a_second_thread_of_a_rank_is_an_error_and_the_first_goes_on():
 
 
 def test_rows_of_several_shapes_go_in_one_step():
-    def run(rank, channel):
-        mine = Rank(channel)
+    def run(mine, rank):
         for number, shape in enumerate(SHAPES):
             mine.fetch([10 * number + rank], shape=shape)
         for turn in range(len(SHAPES)):
@@ -204,7 +197,7 @@ def test_rows_of_several_shapes_go_in_one_step():
             mine.fetch([10 * number + 1, 10 * number + 2], shape=SHAPES[number])
         return mine.computed
 
-    computed = [number for numbers in told(in_threads(3, run)) for number in numbers]
+    computed = [number for numbers in steps(3, run) for number in numbers]
     assert sorted(computed) == [10 * number + rank for number in range(len(SHAPES)) for rank in range(3)]
 
 
@@ -271,8 +264,7 @@ def test_a_rank_without_memory_for_the_caches_own_work_goes_on_only_with_the_oth
 
 
 def test_rows_are_counted_if_what_else_a_rank_computes_is_not_stored():
-    def run(rank, channel):
-        mine = Rank(channel)
+    def run(mine, rank):
         mine.fetch([rank])
 
         def compute(positions):
@@ -285,15 +277,14 @@ def test_rows_are_counted_if_what_else_a_rank_computes_is_not_stored():
             return stop.output, stats.received, stats.sent, stats.exchange_seconds >= 0
         raise AssertionError("it is stored")
 
-    assert told(in_threads(2, run)) == [("output", 1, 1, True)] * 2
+    assert steps(2, run) == [("output", 1, 1, True)] * 2
 
 
 def test_a_module_within_one_that_each_rank_caches_for_itself_takes_no_steps():
     """A rank that finds the rows of the outer one does not call the inner one, but others may."""
     outer = Cache(bytes(16), CacheSettings(max_memory_cache_size="1MB"))
 
-    def run(rank, channel):
-        mine = Rank(channel)
+    def run(mine, rank):
 
         def compute(positions):
             return mine.fetch([rank * 10 + i for i in positions.tolist()])
@@ -302,7 +293,7 @@ def test_a_module_within_one_that_each_rank_caches_for_itself_takes_no_steps():
         return cache.fetch(keys_of([1, 2]), compute)[:, 0].tolist()
 
     outer.fetch(keys_of([1, 2]), lambda positions: torch.zeros(len(positions), 3))
-    assert told(in_threads(2, run)) == [[0, 1], [0, 0]]
+    assert steps(2, run) == [[0, 1], [0, 0]]
 
 
 def in_step(module, channel):
@@ -356,9 +347,8 @@ def test_a_rank_without_data_to_warm_up_with_is_an_error_in_all_ranks():
 def test_who_has_left_the_loop_of_one_module_answers_for_all():
     """It has rows of another one, and what is dropped then is dropped wherever it is."""
 
-    def run(rank, channel):
-        mine = Rank(channel)
-        first, second = mine.cache, Rank(channel, bytes(16), cache_dtype=torch.float64).cache
+    def run(mine, rank):
+        first, second = mine.cache, Rank(mine.channel, bytes(16), cache_dtype=torch.float64).cache
         second.collective.exchange = first.collective.exchange
         first.collective.name, second.collective.name = "first", "second"
         mine.fetch([1])
@@ -380,7 +370,7 @@ def test_who_has_left_the_loop_of_one_module_answers_for_all():
         held.append(second.collective.holdings.owned(keys_of([2, 3], second.namespace)))
         return mine.computed, [len(parts) > 0 for parts in held]
 
-    first, second = told(in_threads(2, run))
+    first, second = steps(2, run)
     assert first == ([1, 2, 3], [False, True, False]) or first == ([2, 3], [False, True, False])
     assert second[0] in ([], [1]) and not second[1][0] and not second[1][2]
 
