@@ -26,6 +26,7 @@ from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.filesystem import Descriptors, FileSystem
 from torchcache2.files.removal import make_room
 from torchcache2.files.segment import Segment, empty_columns, rows_of
+from torchcache2.tiers.disk import merging
 from torchcache2.tiers.disk.tier import DiskTier
 
 WRITERS = 4
@@ -33,6 +34,7 @@ LIVES = 5  # cycles on one directory
 NAMES = 600
 WIDTHS = [3, 50, 700]  # rows of several extents share a segment
 BATCH = 10
+LARGE = merging._LEAST_ROWS, merging._MERGED
 MEAN_LIFE = 0.08  # seconds
 ITEMS = torch.arange(NAMES * 1.0)[:, None] + torch.arange(256) / 256
 
@@ -211,6 +213,10 @@ def main(path, cycles, seed, how):
             Path(log_path).unlink(missing_ok=True)
             log = Log(log_path)
             evicts = i // LIVES % 3 == 2
+            if how == "tier" and i // LIVES % 2 == 0:  # runs of few rows, merged again and again
+                merging._LEAST_ROWS, merging._MERGED = 40, 3
+            else:
+                merging._LEAST_ROWS, merging._MERGED = LARGE
         left += cycle(path, log, rng, how, evicts)
         must = set() if evicts else log.names()
         flushed += len(must)

@@ -252,7 +252,7 @@ class Directory(RuleBasedStateMachine):
     @rule(which=which, space=spaces, place=st.floats(0, 1, exclude_max=True), cut=st.booleans())
     def damage_a_run(self, which, space, place, cut):
         """Runs say nothing that segments do not say: no row is lost, or another one found."""
-        files = sorted(self.path.glob(f"{space.hex()}/*.run"))
+        files = [file for file in sorted(self.path.glob(f"{space.hex()}/*.run")) if file.stat().st_size]
         if files:
             file = files[which % len(files)]
             size = int(place * file.stat().st_size)

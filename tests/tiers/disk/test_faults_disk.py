@@ -38,6 +38,7 @@ from torchcache2.core import sizes
 from torchcache2.files.directory import LOCK
 from torchcache2.files.filesystem import FileSystem
 from torchcache2.tiers.disk import index as located_module
+from torchcache2.tiers.disk import merging
 from torchcache2.tiers.disk.tier import DiskTier
 from torchcache2.tiers.unwritten import Pending
 
@@ -55,6 +56,18 @@ def no_threads(monkeypatch):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
+
+
+@pytest.fixture
+def runs(request, monkeypatch):
+    """Whether there are runs of few rows."""
+    if request.param:
+        monkeypatch.setattr(merging, "_LEAST_ROWS", 6)
+        monkeypatch.setattr(merging, "_MERGED", 2)
+    return request.param
+
+
+with_runs = pytest.mark.parametrize("runs", [False, True], ids=["heads", "runs"], indirect=True)
 
 
 @pytest.fixture(autouse=True)
@@ -138,7 +151,8 @@ def assert_told(log, stats, lost):
     log.clear()
 
 
-@pytest.mark.usefixtures("no_threads")
+@with_runs
+@pytest.mark.usefixtures("no_threads", "runs")
 @pytest.mark.parametrize("filled", [True, False], ids=["filled", "new"])
 def test_any_call_may_fail(tmp_path, log, filled):
     def directory(name):
@@ -442,10 +456,12 @@ def assert_serves(path, sealed, log):
     assert strange_files(path) == []
 
 
+@with_runs
 @pytest.mark.usefixtures("no_threads")
-def test_a_process_that_is_killed_at_any_call(tmp_path, log):
+def test_a_process_that_is_killed_at_any_call(tmp_path, log, runs):
     fs = Mortal()
     write_in_turns(tmp_path / "whole", fs, []).close()
+    assert runs == bool(list(tmp_path.glob("whole/*/*.run")))
     total = len(fs.calls)
     for number in range(total):
         fs, sealed = Mortal(number), []
@@ -459,7 +475,8 @@ def test_a_process_that_is_killed_at_any_call(tmp_path, log):
 LEFT = [("lost", "lost"), ("kept", "garbage"), ("some", "garbage"), ("kept", "lost"), ("some", "lost")]
 
 
-@pytest.mark.usefixtures("no_threads")
+@with_runs
+@pytest.mark.usefixtures("no_threads", "runs")
 def test_the_power_may_go_at_any_call(tmp_path, log):
     fs = PowerCut(tmp_path / "whole")
     write_in_turns(tmp_path / "whole", fs, []).close()

@@ -1,0 +1,190 @@
+"""Runs in a folder: whatever runs say, or whoever replaces them, rows are right, and are found in the end."""
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.helpers.storage import (
+    NAMESPACES,
+    Watched,
+    found,
+    keys_of,
+    put,
+    seal,
+    segments,
+    size_of,
+    warnings_of,
+)
+from torchcache2.files.directory import RUNS
+from torchcache2.files.filesystem import Descriptors, FileSystem
+from torchcache2.files.run import Run
+from torchcache2.tiers.disk import merging
+from torchcache2.tiers.disk.merging import kept_runs
+
+ROWS = 8  # of a segment
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch, at_once):
+    monkeypatch.setattr(merging, "_LEAST_ROWS", 24)
+    monkeypatch.setattr(merging, "_MERGED", 3)
+
+
+def runs(path, namespace=NAMESPACES[0]):
+    return sorted(Path(path).glob(f"{namespace.hex()}/*.run"))
+
+
+def fill(tier, count, first=0, namespace=NAMESPACES[0], width=4):
+    for number in range(first, first + count):
+        seal(tier, range(number * ROWS, number * ROWS + ROWS), width, namespace)
+    return list(range(first * ROWS, (first + count) * ROWS))
+
+
+def index_of(tier):
+    return tier._known.located[NAMESPACES[0]]
+
+
+@pytest.mark.parametrize("codec", ["none", "brotli"])
+def test_a_new_process_reads_no_head_of_what_runs_have(make, path, codec):
+    names = fill(make(codec=codec), 30)
+    assert 1 <= len(runs(path)) <= 4
+    fs = Watched()
+    tier = make(codec=codec, fs=fs)
+    tier.get(keys_of(["nowhere"]))
+    beside, rows = index_of(tier).beside_runs
+    assert beside < 3 and rows == beside * ROWS and len(index_of(tier)) == len(names)
+    assert fs.calls.count("open") <= len(runs(path)) + beside + 4  # the tag, and the fingerprint
+    assert found(tier, names) == names and put(tier, names) == 0
+    assert tier.has(keys_of([*names[:5], "nowhere"])).tolist() == [True] * 5 + [False]
+
+
+def test_ragged_rows_are_found_by_runs_too(make, path):
+    tier = make()
+    for number in range(12):
+        for width in (3, 50):
+            put(tier, [(width, number, row) for row in range(4)], width)
+        tier.flush()
+    assert runs(path)
+    for width in (3, 50):
+        names = [(width, number, row) for number in range(12) for row in range(4)]
+        assert found(make(), names, width) == sorted(names)
+
+
+def test_a_reader_of_an_old_run_goes_on_when_it_is_merged(make, path):
+    """With the old file still open, and when it has been closed meanwhile."""
+    writer = make()
+    names = fill(writer, 8)
+    readers = [make(), make()]
+    assert all(found(tier, names) == names for tier in readers)
+    before = runs(path)
+    more = fill(writer, 30, 8)
+    assert not set(before) & set(runs(path))
+    readers[1]._known.descriptors.clear()
+    assert found(readers[0], names) == names  # no look is due, as all is found
+    found(readers[1], names)  # perhaps it meets what is gone
+    for tier in readers:
+        assert found(tier, names + more) == names + more
+        assert tier.stats().corrupt == tier.stats().faults == 0
+
+
+@pytest.mark.parametrize(
+    "what", ["older", "foreign", "another folder's", "newer version", "empty", "garbage", "a link"]
+)
+def test_runs_that_are_not_what_was_written_last(make, path, tmp_path, log, what):
+    writer = make()
+    names = fill(writer, 8)
+    old = tmp_path / "old.run"
+    shutil.copy(runs(path)[0], old)
+    names += fill(writer, 8, 8)
+    other = fill(make(), 8, 0, NAMESPACES[1], 7)
+    target = runs(path)[0].with_name("7ZZZZZZZZZZZZZZZZZZZZZZZZZ.run")
+    source = {"older": old, "foreign": runs(path, NAMESPACES[1])[0]}.get(what, runs(path)[0])
+    data = bytearray(source.read_bytes())
+    if what == "another folder's":  # the same names of segments, and others' rows
+        shutil.rmtree(path)
+        names = fill(make(), 16)
+    elif what == "newer version":
+        data[-48] = 9
+    elif what in ("empty", "garbage"):
+        data = bytearray(np.random.default_rng(0).bytes(5000 * (what == "garbage")))
+    if what == "a link":
+        target.symlink_to(source)
+    else:
+        target.write_bytes(data)
+    tier = make()
+    found(tier, names)
+    assert found(tier, names) == names
+    if what != "another folder's":
+        assert found(tier, other, 7, NAMESPACES[1]) == other
+    is_damaged = what in ("empty", "garbage")
+    assert tier.stats().corrupt == is_damaged == len(warnings_of(log))
+    assert tier.stats().faults == 0
+
+
+def test_a_segment_that_another_file_replaces_is_not_read_by_the_old_run(make, path, tmp_path):
+    """Somebody renames files: the keys of the file itself decide."""
+    names = fill(make(), 8)
+    others = fill(make(where=tmp_path / "other"), 8, 100)
+    for file, other in zip(segments(path), segments(tmp_path / "other"), strict=True):
+        shutil.copy(other, file)
+    tier = make()
+    assert found(tier, names) == []
+    assert found(tier, others) == others and found(tier, names) == []
+
+
+def test_what_eviction_deletes_is_a_miss_and_leaves_runs_in_the_end(make, path):
+    tier = make()
+    names = fill(tier, 12)
+    reader = make()
+    assert found(reader, names) == names
+    for file in segments(path)[:6]:
+        file.unlink()
+    found(reader, [*names, "nowhere"])
+    assert found(reader, names) == names[6 * ROWS :] == found(make(), names)
+    assert len(index_of(reader)) == 6 * ROWS
+    assert put(reader, names) == 6 * ROWS
+    for file in segments(path):
+        file.unlink()
+    fill(tier, 6, 50)
+    fs = FileSystem()
+    here = {name for run in runs(path) for name in Run(fs, Descriptors(fs), os.fspath(run)).names}
+    assert here and here <= {file.stem for file in segments(path)}
+
+
+def test_runs_count_and_go_with_their_namespace(make, path):
+    tier = make(12_000, "lru", "none")
+    for number in range(20):
+        put(tier, [(number, row) for row in range(ROWS)])
+        tier.flush()
+        assert size_of(path) <= 12_000
+    tier = make()
+    names = fill(tier, 8, 20)
+    assert runs(path)
+    tier.drop(NAMESPACES[0])
+    assert runs(path) == [] and found(tier, names) == []
+
+
+def test_who_cannot_write_runs_goes_on_without(make, path):
+    holder = FileSystem()
+    path.mkdir()
+    lock = holder.create(os.fspath(path / RUNS))
+    assert holder.lock(lock, exclusive=True)
+    tier = make()
+    names = fill(tier, 6)
+    assert runs(path) == [] and found(make(), names) == names
+    lock.close()
+    names += fill(tier, 1, 6)
+    assert runs(path) and found(make(), names) == names and tier.stats().faults == 0
+
+
+def test_keys_are_written_about_twice_and_few_runs_are_left():
+    sizes, written, most = [], 0, 0
+    for _ in range(200):
+        kept = kept_runs(sizes, 1)
+        sizes = sorted([*sizes[:kept], 1 + sum(sizes[kept:])], reverse=True)
+        written += sizes[kept]
+        most = max(most, len(sizes))
+    assert sum(sizes) == 200 and written <= 5 * 200 and most <= 9  # of three
