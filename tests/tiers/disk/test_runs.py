@@ -9,6 +9,7 @@ import pytest
 
 from tests.helpers.storage import (
     NAMESPACES,
+    ReadOnly,
     Watched,
     found,
     keys_of,
@@ -122,6 +123,20 @@ def test_runs_that_are_not_what_was_written_last(make, path, tmp_path, log, what
     is_damaged = what in ("empty", "garbage")
     assert tier.stats().corrupt == is_damaged == len(warnings_of(log))
     assert tier.stats().faults == 0
+
+
+@pytest.mark.parametrize("options", [{"writes": False}, {"fs": ReadOnly()}, {}])
+def test_rows_of_a_damaged_run_are_found_also_where_it_stays(make, path, log, options):
+    names = fill(make(), 12)
+    for file in runs(path):
+        data = bytearray(file.read_bytes())
+        data[100] ^= 1
+        file.write_bytes(data)
+    damaged = len(runs(path))
+    tier = make(**options)
+    for _ in range(3):
+        assert found(tier, names) == names
+        assert tier.stats().corrupt == damaged and len(warnings_of(log)) == 1
 
 
 def test_a_segment_that_another_file_replaces_is_not_read_by_the_old_run(make, path, tmp_path):

@@ -266,6 +266,8 @@ class Sealing:
         try:
             if write_runs(self._directory, located.namespace, max(self._budget, 1), self._budget):
                 located.look_again()
+        except FileNotFoundError:
+            pass  # somebody has deleted the folder
         except OSError as error:
             self._health.fault(error, self._directory.folder(located.namespace))
 
