@@ -265,15 +265,6 @@ def test_a_hint_says_once_why_nothing_is_found(log):
     assert message.endswith("none of the first 1,200 items was found; explain() says: argument step: 0 → 1")
 
 
-def test_weights_that_change_at_each_call_are_hinted_at(log):
-    net = frozen(nn.Linear(4, 4))
-    for _ in range(6):
-        net(MANY)
-        net[0].bias.add_(1)
-    ((level, message),) = hints(log)
-    assert level == "WARNING" and message.endswith("weights: 0.bias changed")
-
-
 def test_a_first_epoch_is_no_reason_to_warn(log):
     net = frozen(nn.Linear(4, 4))
     for step in range(6):

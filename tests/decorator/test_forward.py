@@ -254,13 +254,6 @@ def test_training_mode_with_a_random_part_is_bypassed(name, log):
     assert module.cache_instance.stats().hits == 6
 
 
-@torch.no_grad()
-def test_training_mode_alone_is_no_reason():
-    module = torchcache(Net(nn.Dropout(0.0)))
-    assert torch.equal(module(X), module(X))
-    assert module.cache_instance.stats().hits == 6
-
-
 def test_batch_norm_without_running_statistics_depends_on_the_batch():
     module = torchcache(Net(nn.BatchNorm1d(3, track_running_stats=False)).eval())
     with torch.no_grad():

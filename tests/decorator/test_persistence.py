@@ -407,38 +407,6 @@ def test_nothing_is_made_before_there_are_rows(path, monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_instance_has_a_directory_of_its_own(path, tmp_path):
-    cls = run(path)
-    with pytest.raises(OptionError, match="is a file"):
-        (tmp_path / "file").write_text("")
-        cls(persistent_cache_dir=tmp_path / "file")(X)
-    module, own, none = cls(), cls(persistent_cache_dir=tmp_path / "own"), cls(persistent=False)
-    for one in (module, own, none):
-        one(X)
-    folders = [path, tmp_path / "own", None]
-    assert [one.cache_instance.cache_dir for one in (module, own, none)] == folders
-    close(module, own, none)
-    assert len(segments(path)) == len(segments(tmp_path / "own")) == 1
-    again = run(path)(persistent_cache_dir=tmp_path / "own")
-    found(lambda: again(X))
-    close(again)
-
-
-def test_cache_dir_says_where_rows_are(path, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    for given, meant in ((path, path), ("rows", path), ("~/rows", tmp_path / "home" / "rows")):
-        module = run(given)()
-        monkeypatch.chdir(tmp_path)
-        assert module.cache_instance.cache_dir == meant
-        module(X)
-        monkeypatch.chdir("/")
-        close(module)
-        monkeypatch.chdir(tmp_path)
-        assert len(segments(meant)) == 1
-    assert torchcache(Net()).cache_instance.cache_dir is None
-
-
 # What comes back
 
 

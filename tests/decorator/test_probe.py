@@ -394,6 +394,22 @@ def test_sequences_that_have_to_be_sorted():
     assert encode.cache_instance.stats().hits == 8
 
 
+def padded_to_the_longest(x, lengths):
+    return x[:, : int(lengths.max())] * 2
+
+
+@pytest.mark.parametrize(
+    "batches", [[[5] * 8, [5, 5, 5, 5, 3, 5, 5, 2], [3] * 8], [[3] * 8, [5] * 8, [4] * 8]]
+)
+def test_a_length_that_the_batch_decides(batches):
+    cached, x = torchcache(padded_to_the_longest), torch.randn(8, 5, 3)
+    for lengths in map(torch.tensor, batches):
+        for some in (range(8), range(2, 6), [4], [0, 1]):
+            args = x[list(some)], lengths[list(some)]
+            assert torch.equal(cached(*args), padded_to_the_longest(*args))
+    assert bypasses(cached)["batch"] > 0
+
+
 TEXTS = [
     "a cat",
     "a dog",

@@ -112,17 +112,6 @@ def test_autocast_has_rows_of_its_own(device):
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_rows_of_eight_bits(dtype, place, device):
-    where = device if place == "device" else place
-    cached = torchcache(memory_cache_device=where)(lambda x: (x * 3).to(dtype))
-    x = torch.randn(32, 48)
-    for batch in (x[:20], x, x.flip(0)):
-        assert_same(cached(batch), (batch * 3).to(dtype))
-    assert (hits(cached), misses(cached), bypasses(cached)) == (52, 32, {})
-
-
-@pytest.mark.parametrize("place", PLACES)
 def test_threads_on_streams_of_their_own(place, device, streams):
     cached, plain = pair(place, device, max_memory_cache_size="60kB", policy="lru")
     pool = torch.randn(200, 64)

@@ -249,26 +249,6 @@ def test_decorated_functions_that_differ_in_their_autocast_alone():
     assert len(hashes) == 2
 
 
-def test_custom_fwd_inside_of_the_forward():
-    class Square(torch.autograd.Function):
-        @staticmethod
-        @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
-        def forward(ctx, x):
-            return x * x
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad
-
-    def forward(x):
-        return Square.apply(x)
-
-    cached = torchcache(forward)
-    for context in (contextlib.nullcontext, bf16, contextlib.nullcontext):
-        with context():
-            assert_found(cached, forward, X.bfloat16())
-
-
 def test_weights_that_autocast_has_cast_do_not_outlive_them():
     # Autocast keeps what it casts of leaves that require grad until its outermost context ends.
     cached, plain = torchcache(Net().eval()), Net().eval()

@@ -29,7 +29,6 @@ QUANTIZED_TENSORS = "ignore:torch.quantize_per_tensor, torch.quantize_per_channe
 TRACED = "ignore:.*torch.jit"
 NESTED = "ignore:The PyTorch API of nested tensors"
 SPARSE = "ignore:Sparse .* tensor support is in beta"
-MASKED = "ignore:The PyTorch API of MaskedTensors"
 OLD_CHECKPOINT = "ignore:.torch.cpu.amp.autocast"
 LAZY = "ignore:Lazy modules are a new feature"
 
@@ -1312,17 +1311,6 @@ def test_the_forward_runs_once_for_a_subclass_and_sees_it_and_there_is_one_warni
     assert len(seen) == 3 and all(map(operator.is_, seen, tagged))
     (message,) = warnings_in(log)
     assert "subclass" in message and "Tagged" in message
-
-
-@pytest.mark.filterwarnings(MASKED)
-def test_masked_tensors():
-    cached = torchcache(lambda x: x * 2)
-    masked = torch.masked.masked_tensor(X, X > 0)
-    for _ in range(2):
-        output = cached(masked)
-        assert type(output) is type(masked)
-        assert torch.equal(output.get_data()[X > 0], X[X > 0] * 2)
-    assert bypasses(cached) == {"subclass": 12}
 
 
 @TARGETS

@@ -101,33 +101,27 @@ def reload(old, new):
     old.__code__, old.__defaults__, old.__dict__ = new.__code__, new.__defaults__, new.__dict__
 
 
-def test_a_function_that_is_reloaded_in_place_is_the_new_one():
-    def make(amount):
-        @torchcache
-        def shifted(x):
+def shifted(amount):
+    @torchcache
+    def function(x):
+        return x + amount
+
+    return function, function
+
+
+def shifted_module(amount):
+    @torchcache
+    class Shifted(nn.Module):
+        def forward(self, x):
             return x + amount
 
-        return shifted
+    return Shifted(), Shifted.forward
 
-    old = make(1)
-    assert torch.equal(old(X), X + 1)
-    reload(old, make(2))
+
+@pytest.mark.parametrize("make", [shifted, shifted_module])
+def test_what_is_reloaded_in_place_is_the_new_one(make):
+    cached, function = make(1)
+    assert torch.equal(cached(X), X + 1)
+    reload(function, make(2)[1])
     for _ in range(2):
-        assert torch.equal(old(X), X + 2)
-
-
-def test_a_class_whose_forward_is_reloaded_in_place_is_the_new_one():
-    def make(amount):
-        @torchcache
-        class Shifted(nn.Module):
-            def forward(self, x):
-                return x + amount
-
-        return Shifted
-
-    kind = make(1)
-    module = kind()
-    assert torch.equal(module(X), X + 1)
-    reload(kind.forward, make(2).forward)
-    for _ in range(2):
-        assert torch.equal(module(X), X + 2)
+        assert torch.equal(cached(X), X + 2)

@@ -8,6 +8,7 @@ reads them later. Attributes of modules are read last, when it is known what cod
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import logging
 import os
@@ -20,6 +21,7 @@ import typing
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, MutableSet
+from itertools import chain
 from multiprocessing.synchronize import SemLock
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
@@ -49,7 +51,7 @@ from torchcache2.identity.encoding import (
     text_bytes,
 )
 from torchcache2.identity.fingerprint import Fingerprint
-from torchcache2.identity.guard import MUTABLE, content
+from torchcache2.identity.guard import MUTABLE, alike, content
 from torchcache2.identity.memos import Memo, memos_of
 from torchcache2.identity.sharded import Shards
 from torchcache2.identity.sourcecode import CompiledTexts
@@ -65,6 +67,7 @@ _INTERNAL = {*vars(nn.Module()), marks.LAZY_ATTRIBUTE, private.REPLICATE}
 _PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_affine_float_qparams)
 _SMALL = 1 << 16
 _MOST_NOTES = 500
+_MOST_TOLD = 256  # elements of what an object in C tells of itself, or bytes of an array in there
 _HOOK_FLAGS = ("with_kwargs", "always_called")
 _WATCHED = (  # what `Guard` and `NamespaceKeeper` take of a walk, lists of which one may follow another
     *("modules", "scopes", "cells", "reads", "dicts", "written", "written_scopes", "written_cells"),
@@ -72,6 +75,9 @@ _WATCHED = (  # what `Guard` and `NamespaceKeeper` take of a walk, lists of whic
 )
 _LOGGER_FIELDS = frozenset(vars(logging.Logger(""))) | {"manager"}
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_PICKLED = ("pandas.", "PIL.")  # objects of these packages hold memos beside what they pickle
+_HEAP_TYPE = 1 << 9  # `Py_TPFLAGS_HEAPTYPE`: every class that Python code makes has it
+_OF_C = (types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType)
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}")
 
 
@@ -204,14 +210,24 @@ class Walk(CodeWalk):
             return self._too_much
         if issubclass(type(value), MUTABLE):  # the type is asked, as an object may claim another `__class__`
             self.containers.setdefault(id(value), (value, content(value), path))
+        elif type(value) is types.MappingProxyType:
+            self._tell(dict, value)
+            self.opaque.append(path)
         try:
             return super().encode(value, path)
         except RecursionError:
             return self.unreadable(value, f"{path} (too deep)")
+        except AttributeError:  # it hides what every object has, such as its class
+            return self.unreadable(value, path)
 
     def kind(self, kind: type, path: str) -> bytes:
         """Walk a class."""
         return self.klass(kind, path)
+
+    def _tell(self, tell: Callable[[Any], Any], value: Any) -> None:
+        """Have what an object tells of itself watched, if it is short, and no new object each time."""
+        told = _Told(tell, value)
+        self.reads += [(told, value)] if told.is_short else []
 
     def contents(self, value: Any, path: str) -> bytes:
         """Read a set in an order that does not depend on the process, as labels are given in this order."""
@@ -324,11 +340,13 @@ class Walk(CodeWalk):
             return self._object_of_class(value, type(value), path)
 
     def _object_of_class(self, value: Any, kind: type, path: str) -> bytes:
-        state = self.without_ignored(attributes(value), f"{path}.")
+        is_pickled = qualified_name(kind).startswith(_PICKLED)
+        state = {} if is_pickled else self.without_ignored(attributes(value), f"{path}.")
         if hasattr(kind, "__enter__") and self.origins.of(kind) == "torch":
             # Such an attribute is the state that a context manager goes back to, and changes with each use.
             state = {name: item for name, item in state.items() if not name.startswith("prev")}
-        self.watch(value, state)
+        if not is_pickled:
+            self.watch(value, state)
         if hasattr(kind, "set_truncation_and_padding") and hasattr(state.get("_tokenizer"), "to_str"):
             # Each call of such a tokenizer sets the first two members of its JSON anew, so they do not count.
             self.reads.append((_parts_of_tokenizer, state["_tokenizer"]))
@@ -338,7 +356,7 @@ class Walk(CodeWalk):
         state = self.without_skipped(kind, marks.without_ours(state), path)
         if qualified_name(kind) == "tokenizers.Tokenizer":
             self.reads.append((_tokenizer, value))
-        is_plain_state, memos = has_plain_state(value), dict[str, Memo]()
+        is_plain_state, memos = not is_pickled and has_plain_state(value), dict[str, Memo]()
         if is_plain_state and self._known_memos is not None:
             memos = memos_of(value, state, path, self._texts)
         for attribute, one in memos.items():
@@ -352,7 +370,7 @@ class Walk(CodeWalk):
         if hasattr(kind, "__next__"):
             return self.unreadable(value, path)  # an iterator's position changes as it is used
         try:
-            reduced = value.__reduce_ex__(4)  # this includes state that only C code can read
+            reduced = value.__reduce_ex__(4)
         except Exception:
             reduced = None
         if isinstance(reduced, str):
@@ -360,11 +378,9 @@ class Walk(CodeWalk):
         if isinstance(reduced, tuple):
             if not qualified_name(kind).startswith(("tokenizers.", "functools.")):
                 self.opaque.append(path)
-            parts = [list(part) if hasattr(part, "__next__") else part for part in reduced]
-            if self.ignore and type(fields := getattr(value, "__dict__", None)) is dict:
-                kept = self.without_ignored(fields, f"{path}.")
-                parts = [kept if part is fields else part for part in parts]
-            return b"R" + head + self.encode(parts, path)
+            tell = _pickled if is_pickled else _in_c
+            self._tell(tell, value)
+            return b"R" + head + self.encode(tell(value), path)
         text = repr(value)
         if self.origins.of(kind) != "torch" or _ADDRESS.search(text):
             return self.unreadable(value, path)
@@ -635,6 +651,11 @@ def _fleeting(walk: Walk, value: Any, path: str) -> bytes:
     return walk.unreadable(value, path) + walk.klass(type(value), path) + state
 
 
+def _variable(walk: Walk, value: contextvars.ContextVar[Any], path: str) -> bytes:
+    walk.reads.append((_of_this_context, value))
+    return b"v" + text_bytes(value.name) + walk.items([(one, path) for one in _of_this_context(value)])
+
+
 def _script_function(walk: Walk, value: Any, path: str) -> bytes:
     code = libraries.script_code([value])
     return walk.unreadable(value, path) if code is None else b"J" + walk.encode(code, path)
@@ -667,6 +688,7 @@ _TABLE: dict[type, Callable[[Walk, Any, str], bytes]] = {
     **dict.fromkeys(libraries.OPERATORS, Walk.operator),
     **dict.fromkeys(GENERATORS, _generator),
     **dict.fromkeys(_FLEETING, _fleeting),
+    contextvars.ContextVar: _variable,
     **dict.fromkeys((type(threading.Lock()), type(threading.RLock()), SemLock), _class_alone),
     **dict.fromkeys(
         (
@@ -739,6 +761,53 @@ def _of_this_thread(value: threading.local) -> tuple[Any, ...]:
     return (len(vars(value)), *vars(value), *vars(value).values())
 
 
+def _of_this_context(value: contextvars.ContextVar[Any]) -> tuple[Any, ...]:
+    try:
+        return (value.get(),)
+    except LookupError:  # it has no value here
+        return ()
+
+
+def _pickled(value: Any) -> list[Any]:
+    """What an object tells `pickle` of itself."""
+    return [list(part) if hasattr(part, "__next__") else part for part in value.__reduce_ex__(4)]
+
+
+def _in_c(value: Any) -> list[Any]:
+    """What an object tells `pickle` of itself beside its attributes, which are read as such."""
+    fields = getattr(value, "__dict__", None)
+    return [None if part is fields else part for part in _pickled(value)]
+
+
+class _Told:
+    """Reads what an object tells of itself. The objects in there are watched by themselves."""
+
+    def __init__(self, tell: Callable[[Any], Any], value: Any) -> None:
+        self._tell = tell
+        self._before = _flat(tell(value))
+        self.is_short = len(self._before) <= _MOST_TOLD and self(value)[0] is self._before
+
+    def __call__(self, value: Any) -> tuple[list[Any]]:
+        now = _flat(self._tell(value))
+        return (self._before if alike(now, self._before) else now,)
+
+
+def _flat(value: Any) -> list[Any]:
+    """The elements of plain containers and small arrays, one after another, as far as they are few."""
+    found, waiting = list[Any](), [value]
+    while waiting and len(found) <= _MOST_TOLD:
+        one = waiting.pop()
+        kind = type(one)
+        if kind in (tuple, list, dict):
+            found += kind, len(one)
+            waiting += one if kind is not dict else chain.from_iterable(one.items())
+        elif kind is np.ndarray and one.nbytes <= _MOST_TOLD and not one.dtype.hasobject:
+            found += one.dtype, one.shape, one.tobytes()
+        else:
+            found.append(one)
+    return found
+
+
 def _version(tensor: Tensor) -> tuple[str]:
     return (sys.intern(str(private.version(tensor))) if private.has_version(tensor) else "",)
 
@@ -757,12 +826,17 @@ def _tokenizer(value: Any) -> tuple[str, str]:
 
 
 def has_plain_state(value: Any) -> bool:
-    """Whether an object keeps all of its state in attributes, as its classes have no methods in C."""
-    return not any(
-        isinstance(method, (types.MethodDescriptorType, types.WrapperDescriptorType))
-        and method.__objclass__ is kind
-        for kind in type(value).__mro__[:-1]
-        for method in vars(kind).values()
+    """Whether an object keeps all of its state in attributes, as Python code has made all of its classes."""
+    return not any(map(_is_made_in_c, type(value).__mro__[:-1]))
+
+
+def _is_made_in_c(kind: type) -> bool:
+    if not kind.__flags__ & _HEAP_TYPE:
+        return True
+    new = vars(kind).get("__new__")
+    return isinstance(new, types.BuiltinFunctionType) or any(
+        isinstance(one, _OF_C) and one.__objclass__ is kind and name not in ("__dict__", "__weakref__")
+        for name, one in vars(kind).items()
     )
 
 

@@ -56,7 +56,7 @@ for turn in range(60):
     assert found == [told(rank, turn) for rank in range(WORLD)], turn
 for _ in range(140):  # blocks get smaller again
     assert channel.gather("a", b"x") == [b"x"] * WORLD
-assert channel._rounds["a"].capacity == 1024 < channel._rounds["b"].capacity
+assert channel._round.capacity == 1024
 
 sizes = torch.arange(WORLD**2).view(WORLD, WORLD) * 1000  # nothing from rank 0 to itself
 parts = [torch.full((int(n),), 10 * RANK + to, dtype=torch.uint8) for to, n in enumerate(sizes[RANK])]
@@ -221,6 +221,7 @@ def test_an_interrupted_rank_lets_the_others_know(tmp_path):
 _OUT_OF_STEP = """
 channel = begin()
 channel.gather("a", b"")
+channel.gather("b", b"x" * 5000)  # gloo ends a process that gets larger blocks than it expects
 blamed(channel, lambda: channel.gather("ab"[RANK], b""), None, "out of step")
 """
 

@@ -8,8 +8,8 @@ half of the time of an ``all_gather``, which passes blocks on from rank to rank.
     payload
     padding
 
-How large the blocks of a kind of round are follows from the lengths that were gathered, so it is the same on
-all ranks.
+How large blocks are follows from the lengths that were gathered, so it is the same on all ranks, also if they
+make different calls: gloo ends a process that gets more bytes than it expects.
 
 While a rank waits, it looks whether its connections are open, and whether the timeout of the group is over. A
 rank that cannot go on says so in the store over which the group has met, so that all raise the same error::
@@ -49,7 +49,7 @@ if TYPE_CHECKING:  # not all builds of torch have it
 
 _HEAD = struct.Struct("<II")  # of a block, before its payload
 _SMALLEST = 1 << 10  # bytes of payload
-_REVIEW = 64  # after so many rounds of a kind that need half of its blocks at most, they get smaller
+_REVIEW = 64  # after so many rounds that need half of their blocks at most, these get smaller
 _SLICE = timedelta(seconds=0.3)  # so often a wait looks for Ctrl+C and for closed connections
 _LONGER = timedelta(minutes=5)
 _LOOKS = 8  # at so many connections; each look costs some bytes until the end of the channel
@@ -96,7 +96,7 @@ class Channel:
         self._group = weakref.ref(group)
         self._pid = os.getpid()
         self._why: Verdict | None = None
-        self._rounds: dict[str, _Round] = {}
+        self._round: _Round | None = None
         self._number = 0
         self._timeout = group_timeout(group, _devices(group))
         self._gloo: Any = None
@@ -110,14 +110,14 @@ class Channel:
         self._next = itertools.cycle(self._others)
 
     def gather(self, kind: str, data: bytes, meanwhile: Callable[[], None] = _nothing) -> list[bytes]:
-        """What each rank has given to this call, by rank. `kind` names rounds that have about one length.
+        """What each rank has given to this call, by rank. `kind` is the same on ranks that are in step.
 
         ``meanwhile()`` is called once the data is on its way.
         """
         with self:
             self._number += 1
             mark = zlib.crc32(kind.encode(), self._number)
-            found = self._rounds.get(kind) or _Round(self.size, _SMALLEST)
+            found = self._round or _Round(self.size, _SMALLEST)
             while True:
                 found.write(data, mark)
                 self._wait(self._gloo.alltoall_base, found.received, found.sent, [], [], meanwhile=meanwhile)
@@ -130,7 +130,7 @@ class Channel:
                     break
                 found = _Round(self.size, needed)
             found.too_large = found.too_large + 1 if needed < found.capacity else 0
-            self._rounds[kind] = found if found.too_large < _REVIEW else _Round(self.size, needed)
+            self._round = found if found.too_large < _REVIEW else _Round(self.size, needed)
             return found.read(lengths)
 
     def swap(self, data: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -316,7 +316,7 @@ class Channel:
 
 
 class _Round:
-    """The buffers of one kind of round."""
+    """The buffers of a round."""
 
     def __init__(self, size: int, capacity: int) -> None:
         self.capacity, self.too_large = capacity, 0
