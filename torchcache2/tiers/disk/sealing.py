@@ -264,8 +264,14 @@ class Sealing:
         if self.is_last or not is_due(*located.beside_runs):
             return
         try:
-            if write_runs(self._directory, located.namespace, max(self._budget, 1), self._budget):
-                located.look_again()
+            if not write_runs(self._directory, located.namespace, max(self._budget, 1), self._budget):
+                return
+            with self._known.lock():
+                if self._known.located.get(located.namespace) is located:  # it forgets what the runs have
+                    located.look_again()
+                    located.look()
+        except FileNotFoundError:
+            pass  # somebody has deleted the folder
         except OSError as error:
             self._health.fault(error, self._directory.folder(located.namespace))
 
