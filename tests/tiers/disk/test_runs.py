@@ -172,11 +172,11 @@ def test_what_eviction_deletes_is_a_miss_and_leaves_runs_in_the_end(make, path):
 
 
 def test_runs_count_and_go_with_their_namespace(make, path):
-    tier = make(12_000, "lru", "none")
+    tier = make(120_000, "lru", "none")
     for number in range(60):
-        put(tier, [(number, row) for row in range(ROWS)])
+        put(tier, [(number, row) for row in range(ROWS)], 200)
         tier.flush()
-        assert size_of(path) <= 12_000
+        assert size_of(path) <= 120_000
         tier.has(keys_of(["nowhere"]))
         assert index_of(tier).beside_runs[0] <= 4  # room was made for runs, too
     tier = make()

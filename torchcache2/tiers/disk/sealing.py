@@ -278,8 +278,8 @@ class Sealing:
             self._health.fault(error, self._directory.folder(located.namespace))
 
     def _has_room_for_run(self, size: int) -> bool:
-        """Whether a run fits into the budget; it has no room made for it but where any row may go."""
-        if self._policy != "lru" or self._mirrored or size > self._budget:
+        """Whether a run fits into the budget; room is made for one that is small, where any row may go."""
+        if self._policy != "lru" or self._mirrored or size > self._budget // 8:
             return used_bytes(self._directory.scan()) + size <= self._budget
         self._known.hold_what_is_used()
         with contextlib.suppress(PermissionError), self._one_at_a_time():
