@@ -6,6 +6,7 @@ The golden run was written once, by `write_golden`, and stays as it is.
 import hashlib
 import os
 import re
+import tracemalloc
 from pathlib import Path
 
 import hypothesis
@@ -70,11 +71,12 @@ def found(run, keys):
     groups=st.sampled_from([1, 3, 10**6]),
     most_blocks=st.sampled_from([1, 2, 1 << 20]),
     at_once=st.sampled_from([1, 50, 1 << 20]),
+    read_at_once=st.sampled_from([1, 50_000, 1 << 20]),
     cut=st.integers(0, 6),
 )
 @hypothesis.settings(deadline=None, max_examples=100)
 def test_runs_and_runs_of_runs_agree_with_a_dict(
-    tmp_path_factory, segments, dead, groups, most_blocks, at_once, cut
+    tmp_path_factory, segments, dead, groups, most_blocks, at_once, read_at_once, cut
 ):
     folder = tmp_path_factory.mktemp("run")
     by_number = {number: [key(one, one % groups) for one in some] for number, some in enumerate(segments)}
@@ -99,12 +101,26 @@ def test_runs_and_runs_of_runs_agree_with_a_dict(
     assert set(run.names) == alive and run.table["rows"].sum() == sum(map(len, expected.values()))
     keys = {key(one, group) for one in range(0, 700, 7) for group in (one % groups, 99)}
     keys = sorted(keys | set(expected))
-    here = found(run, keys)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_READ_AT_ONCE", read_at_once)
+        here = found(run, keys)
     for one in keys:
         some = set(here[one])
         assert some <= expected.get(one, set()) and len(here[one]) == len(some)
         # Of keys that begin alike, so many that they fill blocks, only those in the last of these are found.
         assert some or one not in expected or groups < 10
+
+
+def test_a_search_for_all_keys_of_a_dataset_takes_little_memory(tmp_path):
+    keys = [key(one, one) for one in range(20_000)]
+    run = written(tmp_path, [part_of({0: keys})], {name_of(0)})
+    tracemalloc.start()
+    try:
+        here = found(run, keys)
+        assert tracemalloc.get_traced_memory()[1] < 50 << 20
+    finally:
+        tracemalloc.stop()
+    assert all(len(here[one]) == 1 for one in keys)
 
 
 def test_damage_is_found_wherever_it_is(tmp_path):

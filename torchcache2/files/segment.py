@@ -508,10 +508,15 @@ class Segment:
 
 def _runs(starts: Array, ends: Array) -> Iterator[tuple[int, int, int, int]]:
     """Ranges that lie together, each beginning where the one before ends: from which to which, and where."""
-    cuts = np.flatnonzero(starts[1:] != ends[:-1]) + 1
-    firsts, upto = np.append(0, cuts)[: len(starts)], np.append(cuts, len(starts))[: len(starts)]
-    bounds = (firsts, upto, starts[firsts], ends[upto - 1])
-    return zip(*(some.tolist() for some in bounds), strict=True)
+    first, begin, end = 0, -1, -1
+    for place, (start, upto) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+        if start != end:
+            if place:
+                yield first, place, begin, end
+            first, begin = place, start
+        end = upto
+    if len(starts):
+        yield first, len(starts), begin, end
 
 
 def empty_columns(schema: Schema, count: int) -> Columns:

@@ -195,5 +195,7 @@ def test_segments_are_filled_only_when_nobody_reads(place, make, local):
         thread.start()
         time.sleep(0.2)
         assert filled == [] and not os.path.exists(path)
+    time.sleep(0.2)
+    assert filled == [] and folder.has_readers()  # whoever has read just now is likely to go on
     thread.join()
-    assert filled == [True] and os.path.exists(path)
+    assert filled == [True] and os.path.exists(path) and not folder.has_readers()

@@ -9,6 +9,7 @@ import pytest
 
 from tests.helpers.storage import (
     NAMESPACES,
+    ReadOnly,
     Watched,
     found,
     keys_of,
@@ -49,8 +50,10 @@ def index_of(tier):
 
 @pytest.mark.parametrize("codec", ["none", "brotli"])
 def test_a_new_process_reads_no_head_of_what_runs_have(make, path, codec):
-    names = fill(make(codec=codec), 30)
+    writer = make(codec=codec)
+    names = fill(writer, 30)
     assert 1 <= len(runs(path)) <= 4
+    assert index_of(writer).beside_runs[1] < 24  # who only writes keeps no more in memory either
     fs = Watched()
     tier = make(codec=codec, fs=fs)
     tier.get(keys_of(["nowhere"]))
@@ -124,6 +127,20 @@ def test_runs_that_are_not_what_was_written_last(make, path, tmp_path, log, what
     assert tier.stats().faults == 0
 
 
+@pytest.mark.parametrize("options", [{"writes": False}, {"fs": ReadOnly()}, {}])
+def test_rows_of_a_damaged_run_are_found_also_where_it_stays(make, path, log, options):
+    names = fill(make(), 12)
+    for file in runs(path):
+        data = bytearray(file.read_bytes())
+        data[100] ^= 1
+        file.write_bytes(data)
+    damaged = len(runs(path))
+    tier = make(**options)
+    for _ in range(3):
+        assert found(tier, names) == names
+        assert tier.stats().corrupt == damaged and len(warnings_of(log)) == 1
+
+
 def test_a_segment_that_another_file_replaces_is_not_read_by_the_old_run(make, path, tmp_path):
     """Somebody renames files: the keys of the file itself decide."""
     names = fill(make(), 8)
@@ -156,10 +173,12 @@ def test_what_eviction_deletes_is_a_miss_and_leaves_runs_in_the_end(make, path):
 
 def test_runs_count_and_go_with_their_namespace(make, path):
     tier = make(12_000, "lru", "none")
-    for number in range(20):
+    for number in range(60):
         put(tier, [(number, row) for row in range(ROWS)])
         tier.flush()
         assert size_of(path) <= 12_000
+        tier.has(keys_of(["nowhere"]))
+        assert index_of(tier).beside_runs[0] <= 4  # room was made for runs, too
     tier = make()
     names = fill(tier, 8, 20)
     assert runs(path)
@@ -180,7 +199,7 @@ def test_who_cannot_write_runs_goes_on_without(make, path):
     assert runs(path) and found(make(), names) == names and tier.stats().faults == 0
 
 
-def test_keys_are_written_about_twice_and_few_runs_are_left():
+def test_keys_are_written_few_times_and_few_runs_are_left():
     sizes, written, most = [], 0, 0
     for _ in range(200):
         kept = kept_runs(sizes, 1)

@@ -63,7 +63,7 @@ class Connection:
             self._fs: Any = kind(**options, skip_instance_cache=True)
             return
         options |= {"asynchronous": True, "loop": None, **_time_limits(kind.protocol, options, patience)}
-        if "s3" in kind.protocol and options.keys() < inspect.signature(kind).parameters.keys():
+        if "s3" in kind.protocol and options.keys() < inspect.signature(kind.__init__).parameters.keys():
             # A session of botocore takes a tenth of a second to read its tables, and has no connection, so
             # forked children may use it too. Only options that s3fs itself knows leave it as it is.
             sessions = require("aiobotocore.session", "s3", "a URL")

@@ -36,6 +36,7 @@ _GAP = 16 << 10  # bytes; to fetch so many that nobody needs costs less than ano
 _PIECE = 8 << 20  # bytes of one request; several at once are faster than a long one
 _MOST_AHEAD = 32 << 20  # bytes that one fetch may have besides what is needed
 _LOOK_EVERY, _READERS_EVERY = 0.005, 0.1  # seconds
+_QUIET = 0.5  # seconds without a reader, after which segments are filled: a reader that pauses soon goes on
 _TRIES = 20
 _STALE = 5.0  # seconds without a new block, after which whoever was fetching counts as dead
 _SCAN_EVERY, _FULL_FOR = 1.0, 60.0  # seconds
@@ -431,11 +432,15 @@ class BucketFolder(FileSystem):
             yield
         finally:
             if file is not None:
+                with contextlib.suppress(OSError):
+                    self._fs.touch(self._asked)
                 self._fs.unlock(file)  # to close it is not enough, if a child was forked meanwhile
 
     def has_readers(self) -> bool:
-        """Whether somebody reads."""
+        """Whether somebody reads, or did a moment ago."""
         with contextlib.suppress(OSError):
+            if abs(time.time_ns() - self._fs.changed(self._asked)) < _QUIET * 1e9:
+                return True
             file = self._fs.open(self._asked)
             is_locked = self._fs.lock(file, exclusive=True) is False
             self._fs.unlock(file)

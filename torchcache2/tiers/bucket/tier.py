@@ -236,7 +236,8 @@ class RemoteTier(Tier):
             known, since = located.known, located.since
         changes = None
         try:
-            changes = listing.look(known, since)  # without the lock, as this may take seconds
+            with self._folder.reading():  # who lists is about to read
+                changes = listing.look(known, since)  # without the lock, as this may take seconds
         except NewerFormatError as error:
             self._fault(error, self.bucket.url)
         with self._lock():

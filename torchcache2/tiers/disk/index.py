@@ -266,6 +266,7 @@ class NamespaceIndex:
     def _lose_run(self, run: Run, error: Exception) -> None:
         """Forget a run that cannot be read. Its segments are opened by the next look."""
         if not isinstance(error, FileNotFoundError):  # otherwise another run has taken its place
+            self.names.add(os.path.basename(run.path))  # it may stay, where nothing can be renamed
             self._on_fault(error, run.path)
         self._start_anew()
 
@@ -309,7 +310,7 @@ class NamespaceIndex:
 
     def _look_at_runs(self, files: Iterable[FileInfo], names: Collection[str]) -> bool:
         """Open the runs if they are others than before; whether they are."""
-        seen = frozenset(file.name for file in files)
+        seen = frozenset(file.name for file in files if file.name not in self.names)
         if seen == self._seen_runs:
             return False
         self._forget()

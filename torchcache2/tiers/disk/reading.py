@@ -117,8 +117,10 @@ def read_rows(
     jobs: dict[Schema, list[_Job]] = {}
     ahead: dict[int, Array] = {}
     size = 0
+    order = np.argsort(where.numbers, kind="stable")
+    ordered = where.numbers[order]
     for number, segment in segments.items():
-        which = np.flatnonzero(where.numbers == number)
+        which = order[slice(*np.searchsorted(ordered, (number, number + 1)))]
         ahead[number] = rows = where.rows[which]
         for schema, some in segment.schemas(rows):
             chosen = which[some]
