@@ -173,10 +173,12 @@ def test_what_eviction_deletes_is_a_miss_and_leaves_runs_in_the_end(make, path):
 
 def test_runs_count_and_go_with_their_namespace(make, path):
     tier = make(12_000, "lru", "none")
-    for number in range(20):
+    for number in range(60):
         put(tier, [(number, row) for row in range(ROWS)])
         tier.flush()
         assert size_of(path) <= 12_000
+        tier.has(keys_of(["nowhere"]))
+        assert index_of(tier).beside_runs[0] <= 4  # room was made for runs, too
     tier = make()
     names = fill(tier, 8, 20)
     assert runs(path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -20,7 +20,6 @@ from torchcache2.files.directory import RUNS, CacheDirectory
 from torchcache2.files.errors import DamagedError, UnreadableError
 from torchcache2.files.filesystem import Descriptors
 from torchcache2.files.layout import SEGMENT
-from torchcache2.files.removal import used_bytes
 from torchcache2.files.run import TABLE, Part, Run, by_key, entries_of, size_of, write_run
 from torchcache2.files.segment import Segment
 
@@ -35,11 +34,13 @@ def is_due(segments: int, rows: int) -> bool:
     return rows >= _LEAST_ROWS or segments >= _MOST_SEGMENTS
 
 
-def write_runs(directory: CacheDirectory, namespace: bytes, limit: int, budget: int) -> bool:
+def write_runs(
+    directory: CacheDirectory, namespace: bytes, limit: int, has_room: Callable[[int], bool]
+) -> bool:
     """Write runs of the segments that none has, and merge others; whether anything has changed.
 
-    A row may have `limit` bytes, and the directory `budget`. Does nothing if another process is at it. May
-    raise an `OSError`.
+    A row may have `limit` bytes; ``has_room(size)`` says whether a run of so many bytes may be written, and
+    may make room. Does nothing if another process is at it. May raise an `OSError`.
     """
     fs = directory.fs
     path = os.path.join(directory.path, RUNS)
@@ -49,15 +50,17 @@ def write_runs(directory: CacheDirectory, namespace: bytes, limit: int, budget: 
     if fs.lock(lock, exclusive=True) is False:
         return False
     try:
-        return _Merger(directory, namespace, limit, budget).work()
+        return _Merger(directory, namespace, limit, has_room).work()
     finally:
         fs.unlock(lock)
 
 
 class _Merger:
-    def __init__(self, directory: CacheDirectory, namespace: bytes, limit: int, budget: int) -> None:
+    def __init__(
+        self, directory: CacheDirectory, namespace: bytes, limit: int, has_room: Callable[[int], bool]
+    ) -> None:
         self._directory, self._namespace = directory, namespace
-        self._limit, self._budget = limit, budget
+        self._limit, self._has_room = limit, has_room
         self._path = directory.folder(namespace)
         self._files = Descriptors(directory.fs)
         contents = directory.contents(namespace.hex())
@@ -114,7 +117,7 @@ class _Merger:
         merged = self._runs[count:]
         rows = len(entries) + sum(map(self._rows_of, merged))
         segments = len(table) + sum(len(run.table) for run in merged)
-        if used_bytes(self._directory.scan()) + size_of(rows, segments) > self._budget:
+        if not self._has_room(size_of(rows, segments)):
             return False
         parts = [Part(entries, table), *(Part(run, run.table) for run in merged)]
         try:

@@ -24,7 +24,7 @@ from torchcache2.files.codec import Codec
 from torchcache2.files.directory import MIRROR, CacheDirectory
 from torchcache2.files.filesystem import Descriptor, StrangeFileError, is_read_only, ulid
 from torchcache2.files.layout import HEAD, SEGMENT
-from torchcache2.files.removal import Allowance, Removal, room_after
+from torchcache2.files.removal import Allowance, Removal, room_after, used_bytes
 from torchcache2.files.segment import Encoded, Segment, encode, write
 from torchcache2.tiers.disk.health import Health
 from torchcache2.tiers.disk.index import NamespaceIndex
@@ -264,7 +264,9 @@ class Sealing:
         if self.is_last or not is_due(*located.beside_runs):
             return
         try:
-            if not write_runs(self._directory, located.namespace, max(self._budget, 1), self._budget):
+            if not write_runs(
+                self._directory, located.namespace, max(self._budget, 1), self._has_room_for_run
+            ):
                 return
             with self._known.lock():
                 if self._known.located.get(located.namespace) is located:  # it forgets what the runs have
@@ -274,6 +276,15 @@ class Sealing:
             pass  # somebody has deleted the folder
         except OSError as error:
             self._health.fault(error, self._directory.folder(located.namespace))
+
+    def _has_room_for_run(self, size: int) -> bool:
+        """Whether a run fits into the budget; it has no room made for it but where any row may go."""
+        if self._policy != "lru" or self._mirrored or size > self._budget:
+            return used_bytes(self._directory.scan()) + size <= self._budget
+        self._known.hold_what_is_used()
+        with contextlib.suppress(PermissionError), self._one_at_a_time():
+            return self._room_after(size) >= 0
+        return False
 
     def _waits_on(self, pending: Pending) -> bool:
         """Have rows wait until the pause is over; False if there is no room for them."""
