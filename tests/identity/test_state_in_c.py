@@ -1,8 +1,14 @@
 """Objects whose state no Python attribute has: it counts, and what edits it is noticed."""
 
+import abc
+import collections
 import contextvars
 import ctypes
+import datetime
+import decimal
+import enum
 import io
+import pathlib
 import types
 
 import numpy as np
@@ -67,6 +73,40 @@ KINDS = {
         lambda one: float(one.index[0]),
     ),
 }
+
+
+def derived(base, *given):
+    kind = type("Derived", (base,), {})
+    return lambda value: attributed(kind(*given), value)
+
+
+def attributed(owner, value):
+    owner.scale = value
+    return owner
+
+
+def member(value):
+    return attributed(enum.Enum("Unit", {"a": 1}).a, value)
+
+
+# Attributes of what is written down as a plain value.
+ATTRIBUTED = {
+    "a deque": derived(collections.deque, [1]),
+    "a path": derived(pathlib.PosixPath, "a"),
+    "a date": derived(datetime.date, 2000, 1, 1),
+    "a time": derived(datetime.time, 1),
+    "a number of decimals": derived(decimal.Decimal, 1),
+    "a number of numpy": derived(np.float64, 1.0),
+    "an enum": member,
+    "a tensor": lambda value: attributed(torch.zeros(2), value),
+    "a parameter": lambda value: attributed(torch.nn.Parameter(torch.zeros(2), False), value),
+}
+for name, make in ATTRIBUTED.items():
+    KINDS[f"an attribute of {name}"] = (
+        make,
+        lambda one: setattr(one, "scale", 9.0),
+        lambda one: one.scale,
+    )
 for size in (2, 5000):
     for name, edit in {"a column": edit_column, "an element": edit_element}.items():
         KINDS[f"{name} of a table of {size} rows"] = (
@@ -93,6 +133,54 @@ def test_state_that_only_c_code_can_read_counts(make, edit, read):
     for _ in range(2):
         assert torch.equal(scaled(X), read(held) * X)
     assert cache_of(scaled).stats().hits == 2 * len(X)
+
+
+def path_class(value):
+    class Scaled(pathlib.PosixPath):
+        def scale(self):
+            return value
+
+    path = Scaled("a")
+    return lambda: path.scale()
+
+
+def table_of_names(value):
+    names = np.array([(1, None)], dtype=[(f"{value}", "f8"), ("", object)])
+    return lambda: float(names.dtype.names[0])
+
+
+def ufunc(value):
+    scale = np.frompyfunc(lambda number: number * value, 1, 1)
+    return lambda: scale(1.0)
+
+
+def abstract(value):
+    made = type("Made", (abc.ABC,), {"scale": value})()
+    return lambda: made.scale
+
+
+def made_by_types(value):
+    made = types.new_class("Made", (), {}, lambda names: names.update(scale=value))()
+    return lambda: made.scale
+
+
+@pytest.mark.parametrize("make", [path_class, table_of_names, ufunc, abstract, made_by_types])
+def test_code_and_names_that_stand_in_no_file_or_attribute_count(make):
+    def cached(scale):
+        return torchcache(lambda x: x * scale())
+
+    scaled, other = cached(make(2.0)), cached(make(3.0))
+    assert torch.equal(scaled(X), 2 * X)
+    assert torch.equal(other(X), 3 * X)
+    assert cache_of(scaled).module_hash != cache_of(other).module_hash
+
+
+def test_an_attribute_that_a_weight_is_given_later_counts():
+    module = torch.nn.Linear(3, 3)
+    scaled = torchcache(lambda x: x * getattr(module.weight, "scale", 2.0))
+    assert torch.equal(scaled(X), 2 * X)
+    module.weight.scale = 3.0
+    assert torch.equal(scaled(X), 3 * X)
 
 
 def test_a_proxy_of_a_dict_that_somebody_else_edits_counts():

@@ -17,6 +17,7 @@ from torchcache2.core.errors import (
     NotCachedError,
     OptionError,
     OutputError,
+    TorchcacheError,
     UnhashableArgumentError,
 )
 from torchcache2.core.logs import shown
@@ -65,6 +66,7 @@ REASONS = {
         "step, by distributed='collective' with a persistent_module_hash",
     ),
     "output": Reason("forward"),
+    "unreadable": Reason("module", "a name that an object does not have has to raise an AttributeError"),
 }
 _BATCH = {  # what to do about a dependence on the batch, by how it showed
     "": (
@@ -182,7 +184,13 @@ def of_module(keeper: NamespaceKeeper, root: Any, *, is_without_grad: bool) -> l
 
     `is_without_grad` says that the forward turns grad mode off by itself, so that it makes no graph.
     """
-    facts, stops = keeper.facts(root), []
+    stops = list[BypassError]()
+    try:
+        facts = keeper.facts(root)
+    except TorchcacheError:
+        raise
+    except Exception as error:  # such as that of an attribute that should have been an `AttributeError`
+        return [BypassError.because("unreadable", f"reading it raised {error!r}")]
     if facts.sharded is not None:
         return [BypassError.because("sharded", facts.sharded)]
     if facts.is_parametrized and keeps_parametrized():

@@ -51,6 +51,10 @@ _PRINTED = (
     uuid.UUID,
     pathlib.PurePath,
 )
+# Classes of these packages have no state beside what is written of their values, and no code of a user.
+_STANDARD = frozenset(
+    (*("builtins", "datetime", "decimal", "fractions", "pathlib", "uuid"), *("numpy", "pandas", "torch"))
+)
 
 
 class UnencodableError(Exception):
@@ -110,6 +114,21 @@ def _field(value: Any, name: str) -> Any:
         return attributes(value).get(name)
 
 
+def _is_standard(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in _STANDARD
+
+
+def besides_value(value: Any) -> dict[str, Any]:
+    """The attributes of an object, without those that are its value, or memos of it, such as of a path."""
+    state = attributes(value)
+    if isinstance(value, enum.Enum):
+        return {name: one for name, one in state.items() if not (name[:1] == name[-1:] == "_")}
+    if isinstance(value, (datetime.time, np.generic, *_PRINTED)):
+        base = next(base for base in type(value).__mro__ if _is_standard(base))
+        return {name: one for name, one in state.items() if not hasattr(base, name)}
+    return state
+
+
 class Encoder:
     """Canonical bytes of values; subclasses decide about tensors and unknown objects."""
 
@@ -159,15 +178,18 @@ class Encoder:
     def _encode_compound(self, value: Any, kind: type, path: str) -> bytes:
         if kind in (np.ndarray, np.memmap):
             if value.dtype.hasobject:
-                return b"O" + self.items([(value.shape, path), (value.tolist(), path)])
+                fields = text_bytes(dtype_text(value)) if value.dtype.names else b""
+                return b"O" + fields + self.items([(value.shape, path), (value.tolist(), path)])
             head = text_bytes(f"{dtype_text(value)} {value.shape}")
             whole = np.ascontiguousarray(value).reshape(-1)
             return b"A" + head + xxh3_128_digest(whole.view(np.uint8).data if whole.nbytes else b"")
         if isinstance(value, np.generic):
-            return b"g" + text_bytes(dtype_text(value)) + value.tobytes()
+            data = b"g" + text_bytes(dtype_text(value)) + value.tobytes()
+            return data + self._of_subclass(value, kind, path)
         if isinstance(value, enum.Enum):
             name = text_bytes(value.name or "")  # combined flags have none
-            return b"e" + self.kind(kind, path) + name + self.encode(value.value, path)
+            data = b"e" + self.kind(kind, path) + name + self.encode(value.value, path)
+            return data + (self.besides(value, path) if besides_value(value) else b"")
         if isinstance(value, slice):
             return b"l" + self.items([(value.start, path), (value.stop, path), (value.step, path)])
         if isinstance(value, re.Pattern):
@@ -177,9 +199,11 @@ class Encoder:
             return b"x" + self.items(parts) + self.kind(kind, path)
         if isinstance(value, (datetime.datetime, datetime.time)):
             details = f"{value.isoformat()} {value.fold} {value.tzinfo!r}"
-            return b"p" + text_bytes(kind.__name__) + text_bytes(details)
+            data = b"p" + text_bytes(kind.__name__) + text_bytes(details)
+            return data + self._of_subclass(value, kind, path)
         if isinstance(value, _PRINTED):
-            return b"p" + text_bytes(kind.__name__) + text_bytes(str(value))
+            data = b"p" + text_bytes(kind.__name__) + text_bytes(str(value))
+            return data + self._of_subclass(value, kind, path)
         if isinstance(value, type) and kind is not types.GenericAlias and value.__module__ == "builtins":
             return b"k" + text_bytes(value.__qualname__)
         tag = _CONTAINERS.get(kind)
@@ -199,7 +223,8 @@ class Encoder:
                 content = _PLAIN[base](value) if base in _PLAIN else base(value)
                 return b"C" + self.kind(kind, path) + plain(content) + self.besides(value, path)
         if isinstance(value, deque):
-            return b"q" + self.kind(kind, path) + self.items([(value.maxlen, path), (list(value), path)])
+            data = b"q" + self.kind(kind, path) + self.items([(value.maxlen, path), (list(value), path)])
+            return data + (b"" if kind is deque else self.besides(value, path))
         for base, tag in _CONTAINERS.items():
             if isinstance(value, base):
                 head = self.kind(kind, path) + text_bytes(" ".join(getattr(kind, "_fields", ())))
@@ -213,8 +238,14 @@ class Encoder:
     def besides(self, value: Any, path: str) -> bytes:
         """The bytes of attributes that a container or dataclass has besides its content."""
         fields = getattr(type(value), "__dataclass_fields__", ())
-        state = {name: item for name, item in attributes(value).items() if name not in fields}
+        state = {name: item for name, item in besides_value(value).items() if name not in fields}
         return self.encode(state, path) if state else b""
+
+    def _of_subclass(self, value: Any, kind: type, path: str) -> bytes:
+        """What a class that somebody has derived from that of a plain value adds: code and attributes."""
+        if _is_standard(kind):
+            return b""
+        return self.kind(kind, path) + self.besides(value, path)
 
     def contents(self, value: Any, path: str) -> bytes:
         """The bytes of a container's elements."""

@@ -49,6 +49,9 @@ _WORD = re.compile(r"[.'\"](\w+)")
 _FUTURE = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names})
 _SITE_NAMES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
+# `ABCMeta` and `types.new_class` give classes that they make for others the names of their own modules.
+_MAKERS = ("abc", "types")
+
 
 def defining_module(obj: Any) -> str:
     """Name of the module that the code of a class, function or module stands in."""
@@ -58,6 +61,8 @@ def defining_module(obj: Any) -> str:
         # Unlike `__module__`, `functools.wraps` does not copy this to a wrapper.
         return str(obj.__globals__.get("__name__", ""))
     name = getattr(obj, "__module__", None)
+    if name in _MAKERS and isinstance(obj, type) and vars(sys.modules[name]).get(obj.__name__) is not obj:
+        return ""
     return name if isinstance(name, str) else "builtins"
 
 

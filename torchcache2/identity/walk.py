@@ -21,6 +21,7 @@ import typing
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, MutableSet
+from gc import get_referents
 from itertools import chain
 from multiprocessing.synchronize import SemLock
 from operator import attrgetter
@@ -43,6 +44,7 @@ from torchcache2.identity.encoding import (
     Bulk,
     Encoder,
     UnencodableError,
+    besides_value,
     digest,
     qualified_name,
     readable,
@@ -274,7 +276,7 @@ class Walk(CodeWalk):
     def besides(self, value: Any, path: str) -> bytes:
         """The bytes of further attributes, those in slots included; they are watched from then on."""
         fields = getattr(type(value), "__dataclass_fields__", ())
-        state = self.without_ignored(attributes(value), f"{path}.")
+        state = self.without_ignored(besides_value(value), f"{path}.")
         self.watch(value, state)
         state = {name: item for name, item in state.items() if name not in fields}
         state = self.without_skipped(type(value), state, path)
@@ -405,6 +407,9 @@ class Walk(CodeWalk):
             return b"the same as " + text_bytes(self._tensor_names[id(value)])
         name = self._tensor_names[id(value)] = self._list(value, path)
         state = {k: v for k, v in attributes(value).items() if not k.startswith(_COMPILED)}
+        if type(scope := getattr(value, "__dict__", None)) is dict:
+            self.dicts.append(scope)
+            self.scopes += [(scope, name, item) for name, item in state.items() if name in scope]
         return text_bytes(name) + (self.state(state, path) if state else b"")
 
     def _list(self, tensor: Tensor, name: str) -> str:
@@ -619,7 +624,10 @@ def _builtin(walk: Walk, value: Any, path: str) -> bytes:
     owner = getattr(value, "__self__", None)
     is_bound = owner is not None and not isinstance(owner, (types.ModuleType, type))
     name = text_bytes(qualified_name(value) + repr(getattr(value, "__objclass__", "")))
-    return b"u" + name + (walk.encode(owner, path) if is_bound else b"")
+    # A ufunc may call a function of Python, for which it has no attribute.
+    called = filter(callable, get_referents(value)) if isinstance(value, np.ufunc) else ()
+    data = b"".join(walk.encode(one, path) for one in called)
+    return b"u" + name + data + (walk.encode(owner, path) if is_bound else b"")
 
 
 def _generator(walk: Walk, value: Any, path: str) -> bytes:

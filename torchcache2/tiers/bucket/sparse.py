@@ -7,7 +7,8 @@ machine share both. When the last block is here, the file gets its name as a seg
 
 At the first visit to a segment, a reader fetches the blocks that it needs, so that a first batch is quick,
 and later also those around them: the requests of an epoch are large. What is left is filled in the
-background, when nobody reads. Where a folder has no room for a segment, ranges are fetched and not kept.
+background, when nobody has read for a moment. Where a folder has no room for a segment, ranges are fetched
+and not kept.
 
 No file is locked, and nothing waits for the disk. What a race, a kill or a power cut may spoil is the content
 of a block, which the checksums of its rows show: then `doubt` has the file fetched anew.
