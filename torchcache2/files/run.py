@@ -151,12 +151,13 @@ class Run:
         offsets: list[int] = (blocks * size).tolist()
         begun = time.perf_counter()
         for number, offset in enumerate(offsets):
+            is_slow = number == _TIMED and time.perf_counter() - begun > _TIMED * _SLOW
+            if number == 0 if fs.is_remote else is_slow:
+                for other in offsets[number:]:
+                    fs.will_need(file, other, size)
             buffer = view[number * size : number * size + size]
             if fs.read(file, [buffer], offset) != size:
                 fs.read_all(file, [buffer], offset)
-            if number == _TIMED and time.perf_counter() - begun > _TIMED * _SLOW:
-                for other in offsets[number + 1 :]:
-                    fs.will_need(file, other, size)
         return pages
 
 
