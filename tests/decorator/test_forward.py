@@ -600,3 +600,14 @@ def test_a_batch_of_one_number_that_a_slice_with_steps_has_left(path, log):
     stats = function.cache_instance.stats()
     assert (stats.hits, stats.misses, stats.faults) == (3, 2, 0)
     assert warnings_in(log) == []
+
+
+@pytest.mark.cpu_only
+def test_autocast_has_rows_of_its_own():
+    module = torchcache(Net().requires_grad_(False))
+    plain = module(X)
+    with torch.autocast("cpu", torch.bfloat16):
+        low = module(X)
+        assert low.dtype == torch.bfloat16 and torch.equal(module(X), low)
+    assert torch.equal(module(X), plain)
+    assert module.cache_instance.stats().misses == 12

@@ -787,3 +787,20 @@ def test_a_name_that_stands_for_the_module_gets_new_rows(sizes):
     assert not torch.allclose(fresh, before.flip(0)) and bypasses(cached) == {"batch": 6}
     assert torch.equal(cached(X), fresh.flip(0)) and torch.equal(cached(X), fresh.flip(0))
     assert bypasses(cached) == {"batch": 6} and cached.cache_instance.stats().hits == 12
+
+
+def test_texts_that_are_padded_to_the_longest():
+    cached = torchcache(item_args=("texts",))(encode)
+    batches = [
+        TEXTS[:3],
+        TEXTS[:2],
+        [*TEXTS[:3], "a big cat"],
+        TEXTS,
+        TEXTS[4:],
+        TEXTS[:3],
+        ["an ox"],
+        TEXTS[2:5],
+    ]
+    for some in batches:
+        assert torch.equal(cached(some), encode(some))
+    assert bypasses(cached)["batch"] > 0

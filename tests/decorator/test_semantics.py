@@ -125,3 +125,34 @@ def test_threads_do_not_take_each_others_attributes_for_their_own():
     for thread in threads:
         thread.join()
     assert not errors and set(vars(nn.Identity())) == set(vars(cached.layer))
+
+
+def test_how_an_inner_module_is_cached_counts():
+    class Outer(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return self.inner(x)
+
+    outer = torchcache(Outer)
+    third = X / 3
+    rounded, exact = outer(torchcache(cache_dtype=torch.float16)(nn.Tanh())), outer(nn.Tanh())
+    rounded(third)
+    assert torch.equal(exact(third), third.tanh())
+
+
+def test_a_base_whose_forward_is_replaced_later(monkeypatch):
+    class Base(nn.Module):
+        def forward(self, x):
+            return x + 1
+
+    class Child(Base):
+        pass
+
+    cached = torchcache(Child)()
+    assert torch.equal(cached(X), X + 1)
+    monkeypatch.setattr(Base, "forward", lambda self, x: x + 2)
+    for _ in range(2):
+        assert torch.equal(cached(X), X + 2)

@@ -367,3 +367,30 @@ def test_a_lazy_module_is_loaded_outside_of_graphs(tmp_path, is_cached):
         compiled(X)
         assert lazy.is_loaded is not is_cached
         lazy.cache_instance.clear() if is_cached else None
+
+
+def test_changed_weights_are_noticed():
+    cached, plain = as_class(), Net()
+    compiled = torch.compile(cached, backend="eager")
+    compiled(X)
+    for net in (cached, plain):
+        net.second.weight.mul_(2)
+        net.first.bias.data.add_(1)
+    assert_same(compiled(X), plain(X))
+    assert counts(cached) == (0, 12)
+
+
+def test_a_module_that_compiles_itself():
+    cached, plain, graphs = as_class(), Net(), Graphs()
+    cached.compile(backend=graphs)
+    for x in (X, X, X[:2]):
+        assert_same(cached(x), plain(x))
+    assert counts(cached) == (8, 6) and len(graphs) == 1
+
+
+def test_an_instance_that_is_compiled_already():
+    graphs = Graphs()
+    cached = torchcache(probe=False)(torch.compile(Net(), backend=graphs))
+    for x in (X, X.flip(0)):
+        assert_same(cached(x), Net()(x))
+    assert counts(cached) == (6, 6) and len(graphs) == 1

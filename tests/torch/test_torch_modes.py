@@ -696,3 +696,104 @@ def test_denormal_numbers_that_are_flushed():
     finally:
         torch.set_flush_denormal(False)
     assert bool((cached(tiny) > 0).all())
+
+
+def test_equal_numbers_of_other_dtypes_are_other_items():
+    cached = torchcache(lambda x: x * 2)
+    dtypes = [*FLOATS, torch.int64, torch.int32, torch.complex64]
+    for _ in range(2):
+        for dtype in dtypes:
+            x = torch.tensor([[0, 1], [2, 3], [4, 5]], dtype=dtype)
+            assert_same(cached(x), x * 2)
+    stats = cached.cache_instance.stats()
+    assert (stats.misses, stats.hits) == (3 * len(dtypes), 3 * len(dtypes))
+
+
+@KINDS
+def test_deterministic_mode(make):
+    cached, plain = make()
+    with deterministic():
+        assert_found(cached, plain, X)
+    assert_found(cached, plain, X)
+    with deterministic():
+        assert_found(cached, plain, torch.cat([X, Y]))
+
+
+@pytest.mark.parametrize("context", [contextlib.nullcontext, torch.inference_mode, bf16, deterministic])
+def test_channels_last_in_other_modes(context):
+    plain, cached = conv2d(), torchcache(conv2d())
+    with context():
+        for batch in (IMAGES[:3], IMAGES[:3], IMAGES[:3].flip(0)):
+            output, expected = cached(batch), plain(batch)
+            assert layout_of(output) == layout_of(expected) and output.dtype is expected.dtype
+            torch.testing.assert_close(output, expected)
+    assert hits(cached) == 6
+
+
+def test_custom_fwd_inside_of_the_forward():
+    class Square(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+        def forward(ctx, x):
+            return x * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    def forward(x):
+        return Square.apply(x)
+
+    cached = torchcache(forward)
+    for context in (contextlib.nullcontext, bf16, contextlib.nullcontext):
+        with context():
+            assert_found(cached, forward, X.bfloat16())
+
+
+def test_modes_that_the_forward_sets_do_not_leak():
+    def forward(x):
+        with torch.inference_mode():
+            y = x * 2
+        return y.clone() + 1 if len(x) else y
+
+    cached = torchcache(forward)
+    for _ in range(2):
+        assert_same(cached(X), forward(X))
+        assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    assert hits(cached) == 6
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("order", ["cache outside", "mode outside", "forward"])
+def test_gradient_mode_decorators(mode, order):
+    plain = Net()
+
+    if order == "forward":
+
+        class Silent(Net):
+            @mode()
+            def forward(self, x):
+                return super().forward(x)
+
+        cached = torchcache(Silent().eval())
+    else:
+        net = Net()
+
+        def forward(x):
+            return net(x)
+
+        cached = torchcache(mode()(forward)) if order == "cache outside" else torchcache(forward)
+    called = mode()(cached) if order == "mode outside" else cached
+    for _ in range(2):
+        with mode():
+            expected = plain(X)
+        output = called(X)
+        assert_same(output, expected)
+        assert not output.requires_grad
+    if order == "mode outside":
+        assert hits(cached) == 6
+    else:
+        # The parameters require grad as far as anyone can see from outside.
+        assert hits(cached) + sum(bypasses(cached).values()) >= 6
+    with torch.no_grad():
+        assert_found(cached, plain, X)

@@ -1453,3 +1453,99 @@ def test_weights_of_other_layouts(name, make):
     )
     on_both(lambda m: setattr(m, "table", table()), cached, plain)
     assert_found(cached, plain)
+
+
+MASKED = "ignore:The PyTorch API of MaskedTensors"
+
+
+@pytest.mark.filterwarnings(AO_QUANTIZATION, QUANTIZED_TENSORS)
+@pytest.mark.cpu_only
+def test_two_dynamically_quantized_modules_do_not_share_rows():
+    cached, other = Net(), Net()
+    multiply(other.first.weight, -1)
+    cached, other = (
+        torch.ao.quantization.quantize_dynamic(frozen(module), {nn.Linear}) for module in (cached, other)
+    )
+    expected = [module(X) for module in (cached, other)]
+    binder = torchcache()
+    for module, output in zip((cached, other), expected, strict=True):
+        assert_same(binder(module)(X), output)
+    assert not torch.equal(*expected)
+
+
+@pytest.mark.filterwarnings(AO_QUANTIZATION, QUANTIZED_TENSORS)
+@pytest.mark.cpu_only
+def test_quantized_convolutions_of_other_weights_do_not_share_rows():
+    x = fractions(5, 32, seed=4)
+    kind = torchcache(type("Quantized", (Quantized,), {}))
+    first, second, plain = kind().eval(), kind().eval(), Quantized().eval()
+    for module in (second, plain):
+        module.conv.set_weight_bias(quantized_weight(2), torch.zeros(4))
+    first(x)
+    assert_found(second, plain, x)
+    assert misses(second) == 5
+
+
+def test_tied_and_untied_instances_of_one_class():
+    kind = torchcache(type("TellsTied", (TellsTied,), {}))
+    tied, untied, plain = frozen(kind()), frozen(kind()), frozen(TellsTied())
+    untie(untied)
+    for _ in range(2):
+        assert_same(tied(X), plain(X))
+        assert_same(untied(X), -plain(X))
+
+
+@MAKERS
+def test_parameters_that_swap_on_conversion(make):
+    # torch.utils.swap_tensors() fails on tensors that somebody else refers to.
+    cached, plain = twins(make, Blocks)
+    assert_found(cached, plain, same=assert_close)
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        on_both(nn.Module.double, cached, plain)
+        assert_found(cached, plain, X.double(), same=assert_close)
+        on_both(load, cached, plain)
+        assert_found(cached, plain, X.double(), same=assert_close)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+@pytest.mark.filterwarnings(MASKED)
+def test_masked_tensors():
+    cached = torchcache(lambda x: x * 2)
+    masked = torch.masked.masked_tensor(X, X > 0)
+    for _ in range(2):
+        output = cached(masked)
+        assert type(output) is type(masked)
+        assert torch.equal(output.get_data()[X > 0], X[X > 0] * 2)
+    assert bypasses(cached) == {"subclass": 12}
+
+
+@pytest.mark.parametrize("name", SUBCLASSES)
+def test_outputs_of_a_subclass_are_passed_through(name):
+    wrap = SUBCLASSES[name]
+
+    def forward(x):
+        return {"y": x * 2, "w": wrap(x)}
+
+    cached = torchcache(forward)
+    for batch in (X, X, torch.cat([X, Y])):
+        output, expected = cached(batch), forward(batch)
+        assert type(output["w"]) is type(expected["w"])
+        assert torch.equal(content(output["w"]), content(expected["w"]))
+        assert torch.equal(output["y"], expected["y"])
+    assert sum(bypasses(cached).values()) == 24 and hits(cached) == misses(cached) == 0
+
+
+@WARM
+@MAKERS
+def test_make_fx_of_a_functional_call(make, warm):
+    cached, plain = twins(make)
+    if warm:
+        cached(X)
+    weights = changed_weights(plain, 2)
+    graph = make_fx(lambda w, x: functional_call(cached, w, (x,)))(weights, X)
+    for factor in (1, 3):
+        weights = changed_weights(plain, factor)
+        assert_same(graph(weights, Y), functional_call(plain, weights, (Y,)))
