@@ -272,3 +272,22 @@ def test_values_of_the_switch_in_the_environment(monkeypatch, value, disabled):
     if value is not None:
         monkeypatch.setenv("TORCHCACHE_DISABLE", value)
     assert disabled_by_environment() is disabled
+
+
+def test_values_that_options_take():
+    settings = CacheSettings(
+        enabled=False,
+        subsample_count=2,
+        persistent_module_hash="resnet, 2026-11",
+        memory_cache_device=None,
+        cache_dtype=torch.bfloat16,
+        policy="lru",
+        shared_args=["table", "mask", "table"],
+    )
+    assert not settings.enabled
+    assert settings.subsample_count == 2
+    assert settings.persistent_module_hash == "resnet, 2026-11"
+    assert settings.memory_cache_device is None
+    assert settings.cache_dtype is torch.bfloat16
+    assert settings.policy == "lru"
+    assert settings.shared_args == ("mask", "table")

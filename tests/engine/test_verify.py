@@ -4,6 +4,7 @@ import concurrent.futures
 import functools
 import gc
 import inspect
+import itertools
 import os
 import random
 import re
@@ -914,3 +915,22 @@ def test_the_tolerance_is_relative_to_the_row_however_small(dtype):
     new = old * torch.tensor([[1.0], [2.0]]).to(dtype)
     rows = [Rows.from_pytree(side, 2, device=torch.device("cpu")) for side in (old, new)]
     assert (differences(*rows) > 0).tolist() == [False, True]
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return x + self.calls
+
+
+@pytest.mark.parametrize("make", [lambda: lambda x: x + torch.rand(x.shape), lambda: Counting().eval()])
+def test_random_forwards_and_those_with_a_state_are_not_verified(make):
+    function, x = torchcache(**FULL)(make()), torch.zeros(3, 2)
+    outputs = [function(x) for _ in range(4)]
+    assert not any(torch.equal(left, right) for left, right in itertools.combinations(outputs, 2))
+    stats = function.cache_instance.stats()
+    assert (stats.verified, stats.hits, sum(stats.bypasses.values())) == (0, 0, 12)
