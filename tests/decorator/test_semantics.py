@@ -156,3 +156,18 @@ def test_a_base_whose_forward_is_replaced_later(monkeypatch):
     monkeypatch.setattr(Base, "forward", lambda self, x: x + 2)
     for _ in range(2):
         assert torch.equal(cached(X), X + 2)
+
+
+def test_state_changes_once_for_a_batch_with_duplicates():
+    class Halving(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3), requires_grad=False)
+
+        def forward(self, x):
+            return x * self.weight.mul_(0.5)
+
+    plain, cached = Halving(), torchcache(Halving())
+    for _ in range(2):
+        assert torch.equal(cached(DUPLICATES), plain(DUPLICATES))
+        assert torch.equal(cached.weight, plain.weight)

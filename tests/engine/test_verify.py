@@ -934,3 +934,20 @@ def test_random_forwards_and_those_with_a_state_are_not_verified(make):
     assert not any(torch.equal(left, right) for left, right in itertools.combinations(outputs, 2))
     stats = function.cache_instance.stats()
     assert (stats.verified, stats.hits, sum(stats.bypasses.values())) == (0, 0, 12)
+
+
+@pytest.mark.parametrize("miss_batch", ["exact", "pad"])
+@MAKERS
+def test_a_stale_row_in_a_batch_with_misses_and_duplicates(make, miss_batch, log):
+    module = make(miss_batch=miss_batch, **FULL)
+    x = whole(12, WIDTH)
+    module(x[:3])
+    edit_unseen(module, 100)
+    some = x[[9, 1, 10, 9, 1, 2]]
+    assert torch.equal(module(some), plain(module, some))
+    assert counts(module) == (3, 3)
+    (warning,) = warnings_in(log)
+    assert int(re.search(r"position (\d+) of the batch", warning)[1]) in (1, 4, 5)
+    for _ in range(2):
+        assert torch.equal(module(x), plain(module, x))
+    assert counts(module)[1] == 3

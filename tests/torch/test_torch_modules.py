@@ -1549,3 +1549,19 @@ def test_make_fx_of_a_functional_call(make, warm):
     for factor in (1, 3):
         weights = changed_weights(plain, factor)
         assert_same(graph(weights, Y), functional_call(plain, weights, (Y,)))
+
+
+def test_pruned_weights_that_train():
+    cached, plain = as_instance(), Net()
+    on_both(lambda m: prune.l1_unstructured(m.first, "weight", 0.5), cached, plain)
+    for module in (cached, plain):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        for _ in range(2):
+            optimizer.zero_grad()
+            module(X).mean().backward()
+            optimizer.step()
+    assert_same(cached.first.weight_orig.grad, plain.first.weight_orig.grad)
+    with torch.no_grad():
+        assert_close(cached(X), plain(X))
+        assert_found(cached, plain, same=assert_close)
+    assert bypasses(cached)["grad"] == 12
