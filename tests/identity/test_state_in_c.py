@@ -207,3 +207,14 @@ def test_an_object_that_hides_its_class_cannot_be_read(log):
     scaled = torchcache(lambda x: x * float(arrays["a"][0]))
     assert torch.equal(scaled(X), 2 * X)
     assert any("arrays.f" in record.getMessage() for record in log)
+
+
+def test_a_large_image_is_not_read_at_every_call(monkeypatch):
+    reads, state = [], Image.Image.__getstate__
+    monkeypatch.setattr(Image.Image, "__getstate__", lambda image: reads.append(1) or state(image))
+    held = Image.new("RGB", (64, 64), (2, 2, 2))
+    scaled = torchcache(lambda x: x * held.getpixel((0, 0))[0], ignore="reads")
+    for _ in range(3):
+        assert torch.equal(scaled(X), 2 * X)
+    known = len(reads)
+    assert torch.equal(scaled(X), 2 * X) and len(reads) == known > 0

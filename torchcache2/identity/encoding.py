@@ -51,7 +51,7 @@ _PRINTED = (
     uuid.UUID,
     pathlib.PurePath,
 )
-# Classes of these packages have no state beside what is written of their values, and no code of a user.
+# The classes of plain values in these packages add no state to the value, and no code of a user.
 _STANDARD = frozenset(
     (*("builtins", "datetime", "decimal", "fractions", "pathlib", "uuid"), *("numpy", "pandas", "torch"))
 )

@@ -49,7 +49,7 @@ _WORD = re.compile(r"[.'\"](\w+)")
 _FUTURE = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names})
 _SITE_NAMES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
-# `ABCMeta` and `types.new_class` give classes that they make for others the names of their own modules.
+# A class that `ABCMeta(…)` or `types.new_class(…)` makes gets the name of the maker's module.
 _MAKERS = ("abc", "types")
 
 

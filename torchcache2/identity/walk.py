@@ -77,6 +77,7 @@ _WATCHED = (  # what `Guard` and `NamespaceKeeper` take of a walk, lists of whic
 )
 _LOGGER_FIELDS = frozenset(vars(logging.Logger(""))) | {"manager"}
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_MOST_TEXT = 4096  # characters, or bytes, in there
 _PICKLED = ("pandas.", "PIL.")  # objects of these packages hold memos beside what they pickle
 _HEAP_TYPE = 1 << 9  # `Py_TPFLAGS_HEAPTYPE`: every class that Python code makes has it
 _OF_C = (types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType)
@@ -378,10 +379,10 @@ class Walk(CodeWalk):
         if isinstance(reduced, str):
             return b"R" + head + text_bytes(reduced)
         if isinstance(reduced, tuple):
-            if not qualified_name(kind).startswith(("tokenizers.", "functools.")):
-                self.opaque.append(path)
             tell = _pickled if is_pickled else _in_c
-            self._tell(tell, value)
+            if not qualified_name(kind).startswith(("tokenizers.", "functools.")):  # watched in other ways
+                self.opaque.append(path)
+                self._tell(tell, value)
             return b"R" + head + self.encode(tell(value), path)
         text = repr(value)
         if self.origins.of(kind) != "torch" or _ADDRESS.search(text):
@@ -624,7 +625,7 @@ def _builtin(walk: Walk, value: Any, path: str) -> bytes:
     owner = getattr(value, "__self__", None)
     is_bound = owner is not None and not isinstance(owner, (types.ModuleType, type))
     name = text_bytes(qualified_name(value) + repr(getattr(value, "__objclass__", "")))
-    # A ufunc may call a function of Python, for which it has no attribute.
+    # `np.frompyfunc` keeps its Python function in no attribute: only the garbage collector shows it.
     called = filter(callable, get_referents(value)) if isinstance(value, np.ufunc) else ()
     data = b"".join(walk.encode(one, path) for one in called)
     return b"u" + name + data + (walk.encode(owner, path) if is_bound else b"")
@@ -801,7 +802,10 @@ class _Told:
 
 
 def _flat(value: Any) -> list[Any]:
-    """The elements of plain containers and small arrays, one after another, as far as they are few."""
+    """The elements of plain containers and small arrays, one after another, as far as they are few.
+
+    For a long text there is an object that is like no other, so that nobody reads the text at every call.
+    """
     found, waiting = list[Any](), [value]
     while waiting and len(found) <= _MOST_TOLD:
         one = waiting.pop()
@@ -812,7 +816,7 @@ def _flat(value: Any) -> list[Any]:
         elif kind is np.ndarray and one.nbytes <= _MOST_TOLD and not one.dtype.hasobject:
             found += one.dtype, one.shape, one.tobytes()
         else:
-            found.append(one)
+            found.append(object() if kind in (str, bytes) and len(one) > _MOST_TEXT else one)
     return found
 
 

@@ -187,7 +187,7 @@ class NamespaceIndex:
         """How many segments no run has, and how many rows are in memory."""
         return len(self._numbers) - len(self._in_runs), len(self.table)
 
-    # Who uses the namespace.
+    # Holding the namespace, so that nobody deletes it.
 
     def hold(self, *, is_used: bool = True) -> None:
         """Count as a user of the namespace from now on, so that nobody deletes it.
@@ -224,7 +224,7 @@ class NamespaceIndex:
         self._descriptors.let_go(self._fingerprint)
         self._is_wanted = False
 
-    # Where keys are.
+    # Looking keys up.
 
     def find(self, words: Words) -> RowLocations:
         """Where keys are, ``(n, 2)``."""
@@ -270,7 +270,7 @@ class NamespaceIndex:
             self._on_fault(error, run.path)
         self._start_anew()
 
-    # What is in the folder.
+    # Reading the folder.
 
     def look_again(self) -> None:
         """Have the next `look` look."""
@@ -416,7 +416,7 @@ class NamespaceIndex:
             return None
         return segment
 
-    # What changes.
+    # Adding and removing segments.
 
     def add(self, keys: Array, segment: Pending, first: int) -> None:
         """Note the keys, uint8 ``(n, 16)``, of row `first` of an unwritten segment and of those after it."""
