@@ -365,7 +365,7 @@ class ModuleCache:
         if self.on_first_call is None or not self.settings.enabled or disabled_by_environment():
             return
         text = (
-            f"{self.name}: nothing is cached, as only calls of forward would be, and only {other} is "
+            f"{self.name}: nothing was cached: only calls of forward are, and only {other} is "
             f"called; torchcache(model, methods=({other!r},)) caches that"
         )
         if self._is_strict():
@@ -599,9 +599,9 @@ class ModuleCache:
             self._drop(namespace)
         self.engine.tell(
             "edited",
-            "%s: weights were edited through .data or numpy, which leaves no sign, so it was noticed some "
-            "calls later. Rows that may be wrong are dropped. After such an edit, call "
-            ".cache_instance.refresh(); one in place, under torch.no_grad(), is noticed at once",
+            "%s: weights were edited through .data or numpy, which torch does not record, so the edit was "
+            "noticed some calls later. Rows that may be wrong are dropped. After such an edit, call "
+            ".cache_instance.refresh(); edits in place, under torch.no_grad(), are noticed at once",
             self.name,
         )
 
@@ -609,7 +609,7 @@ class ModuleCache:
         """The object or function; raises `ReferenceError` if it does not exist any more."""
         root = self.root
         if root is None:
-            text = "the module of this cache does not exist any more, or was not called since it was loaded"
+            text = "the module of this cache no longer exists, or was not called since it was loaded"
             raise ReferenceError(text)
         return root
 

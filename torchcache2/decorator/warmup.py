@@ -122,8 +122,8 @@ def _warmed_up(
         return WarmupStats(0, 0, 0.0, 0)
     if where.rank == 0 and getattr(root, "training", False):
         logger.warning(
-            "%s: it is warmed up in training mode, and its rows will be found in that mode only; "
-            "call .eval() first if it is to be used in that mode",
+            "%s: it is warmed up in training mode, and its rows are found in training mode only; for "
+            "evaluation, call .eval() first",
             name,
         )
     progress = Progress(
@@ -140,7 +140,7 @@ def _warmed_up(
         random.restore()
         progress.close()
     if progress.batches == 0 and share.items != 0 and where.rank == 0:
-        raise OptionError("data is empty: it has given no batch. Has somebody else read it to its end?")
+        raise OptionError("data is empty: it gave no batch. Was it read to its end before?")
     self.flush()
     return progress.stats()
 
