@@ -148,7 +148,7 @@ def _warmed_up(
 def _warm(cache: Any, root: Any, batch: Any, inputs: Callable[[Any], Any] | None, progress: Progress) -> None:
     """Have the items of one batch computed, those that are not there."""
     name = cache.name
-    args, kwargs = _arguments(batch, inputs)
+    args, kwargs = arguments_of(batch, inputs)
     if progress.batches == 0:
         _check_arguments(name, root, cache.method, batch, args, kwargs)
     args, kwargs = _moved((args, kwargs), root)
@@ -170,7 +170,7 @@ def _warm(cache: Any, root: Any, batch: Any, inputs: Callable[[Any], Any] | None
             raise BypassError(reason, cache.reasons[reason]).as_error(name)
 
 
-def _arguments(batch: Any, inputs: Callable[[Any], Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments_of(batch: Any, inputs: Callable[[Any], Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments for a batch of samples, by position and by name."""
     if inputs is not None:
         given = inputs(batch)
