@@ -393,8 +393,8 @@ class Exchange:
             lines = differences(now or Fingerprint(b"", {}), before or Fingerprint(b"", {}))
             shown = listed(lines) if lines else "it is not known in what"
             logger.warning(
-                "%s: rank %d and rank %d share no rows, as they call modules that differ: %s. Keep what is "
-                "another one on each rank, such as its device, out of the module",
+                "%s: rank %d and rank %d share no rows, as they call modules that differ: %s. Keep values "
+                "that differ between ranks, such as the device, out of the module",
                 *(part.name, first, other, shown),
             )
 
