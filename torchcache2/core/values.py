@@ -96,15 +96,15 @@ class UnstorableError(Exception):
 
 
 def register_value(cls: type, take_apart: Callable[[Any], Any], rebuild: Callable[[Any], Any]) -> None:
-    """Say how objects of a class are cached, in the output of a cached function or in a sample.
+    """Register how to cache objects of a class, in outputs of cached functions and in samples.
 
-    The class gets an attribute that says so; its subclasses are not meant. A row in whose process the class
-    is not imported, or not registered, is a miss. Call it before the first call of what is cached.
+    Subclasses are not included. In a process where the class is not imported, or not registered, its rows are
+    misses. Register it before the first cached call.
 
     Parameters
     ----------
     cls : type
-        A class of Python's, which its module and its name find.
+        A class of Python that can be imported by its name.
     take_apart : callable
         ``take_apart(value)`` returns the parts of an object: tensors and arrays with a first dimension for
         the batch, lists with an entry per item, numbers, texts, and tuples, lists and dicts of them.
@@ -114,7 +114,7 @@ def register_value(cls: type, take_apart: Callable[[Any], Any], rebuild: Callabl
     Raises
     ------
     OptionError
-        If `cls` is no class, or one that takes no attributes, or if pytrees know it already.
+        If `cls` is not a class, takes no attributes, or is known to pytrees already.
 
     Examples
     --------
