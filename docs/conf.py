@@ -23,6 +23,7 @@ html_theme = "furo"
 html_title = f"torchcache2 {release}"
 html_static_path = ["_static"]
 html_css_files = ["tables.css"]  # tables scroll on a narrow screen
+html_js_files = ["copy.js"]  # a button on each block of code
 html_copy_source = False
 html_show_copyright = False
 

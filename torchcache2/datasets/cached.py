@@ -77,7 +77,7 @@ def fill(dataset: Any, store: Store, mine: Positions, num_workers: int, batch_si
         left,
         known,
         is_shown=where.rank == 0 and left > 0,
-        advice="What does not fit is loaded in each epoch: raise the budgets of memory or disk",
+        advice="Samples that do not fit are loaded in each epoch: raise the budgets of memory or disk",
     )
     nbytes = 0
     try:
@@ -315,8 +315,8 @@ class CachedDataset(Keeper, Dataset[Any]):
         result = method(*args, **kwargs)
         if self._recipe.seen() != before:
             logger.warning(
-                "%s: %s has changed the dataset, so it is cached no more. Give what depends on the epoch as "
-                "transform=, which runs after the cache",
+                "%s: %s changed the dataset, so it is no longer cached. Move what depends on the epoch "
+                "into transform=, which runs after the cache",
                 self._recipe.title,
                 method.__name__,
             )
@@ -330,8 +330,8 @@ class CachedDataset(Keeper, Dataset[Any]):
             self._change(setattr, self._recipe.dataset, name, value)
         else:
             raise AttributeError(
-                f"{name} is an attribute of the dataset that is cached, which must not be changed: what is "
-                "kept are samples without the change. Set it before CachedDataset(dataset) is made"
+                f"{name} is an attribute of the cached dataset, which must not change: the stored samples "
+                f"were made without the change. Set it before CachedDataset(dataset) is made"
             )
 
     def __getitem__(self, index: Any) -> Any:

@@ -116,12 +116,11 @@ class CacheStats:
         bypasses = ", ".join(f"{reason} {count:,}" for reason, count in self.bypasses.items())
         on_disk = f"{size_text(self.disk_bytes)} in the directory" if self.disk_bytes else "not sealed yet"
         evicted = f", {self.remote_evictions:,} evicted" if self.remote_evictions else ""
-        where = "on disk or remote" if self.remote_bytes else "on disk"
         waited = f"{self.waited:,} rows that other ranks computed; {self.taken_over:,} were taken over"
         exchanged = f"{self.received:,} rows received and {self.sent:,} sent in {self.exchange_seconds:.2f} s"
         remote = f"{self.remote_rows:,} rows, {size_text(self.remote_bytes)}{evicted}"
         sent = f"{size_text(self.bytes_up)} to the bucket, {size_text(self.bytes_down)} from there"
-        faults = f"{self.faults:,} {where}, and {self.corrupt:,} damaged rows or files"
+        faults = f"{self.faults:,} of disk, server or bucket, and {self.corrupt:,} damaged rows or files"
         saved = _UNKNOWN if self.seconds_saved is None else f"{self.seconds_saved:.2f} s (estimated)"
         lines: list[tuple[str, str, object]] = [
             ("hits", f"{self.hits:,} ({self.hit_rate:.1%})", True),

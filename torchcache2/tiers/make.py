@@ -146,8 +146,8 @@ def make_levels(
             tiers.append(SharedTier(job, budget, in_use, spills=True, is_copied=True))
         except SharingError as error:
             warn(
-                "samples are kept in the memory of each process, as they cannot share it (%s): n workers "
-                "have an nth part of %s each, and find only what they have loaded themselves",
+                "processes cannot share memory (%s), so each keeps its own samples: n workers get an nth "
+                "part of %s each, and find only what they loaded themselves",
                 *(str(error), size_text(budget // ranks_here())),
             )
             memory = MemoryTier(budget // ranks_here(), in_use=in_use, spills=True, among=_workers)
@@ -180,7 +180,9 @@ def _memory(
         try:
             return SharedTier(job, budget, in_use, description, spills=settings.is_persistent)
         except SharingError as error:
-            logger.warning("each rank has a memory cache of its own, as they cannot share: %s", str(error))
+            logger.warning(
+                "each rank has its own memory cache, because they cannot share one: %s", str(error)
+            )
     device = settings.memory_cache_device
     device = None if device is None else torch.device(device)
     return MemoryTier(budget, settings.policy, device, in_use, spills=settings.is_persistent)
