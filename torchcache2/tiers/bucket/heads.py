@@ -55,8 +55,8 @@ class Listing:
         """Fetch the heads of segments that are not known, and forget those of objects that are gone.
 
         Returns whether the folder may have changed. Segments that were made up to `since`, in milliseconds
-        since 1970, are left out. The bucket is asked at most once in `every` seconds. Threads wait for each other.
-        `NewerFormatError` if a segment is of a later version of the format.
+        since 1970, are left out. The bucket is asked at most once in `every` seconds, and threads wait for
+        each other. `NewerFormatError` if a segment is of a later version of the format.
         """
         with self._lock():
             if time.monotonic() - self._listed < every:

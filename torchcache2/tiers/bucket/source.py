@@ -91,9 +91,10 @@ class BucketSource:
     def look(self, namespace: bytes, has_all: Callable[[], bool]) -> bool:
         """Learn which segments of a namespace the bucket has, if it is time.
 
-        Returns whether the folder may have changed. The bucket is asked if `has_all()` says that rows are missing; and once by each process that uploads, unless
-        that is a worker: heads of an earlier run may be those of another bucket, or of one that was emptied
-        since. `NewerFormatError` if a segment is of a later version of the format.
+        Returns whether the folder may have changed. The bucket is asked if `has_all()` says that rows are
+        missing; and once by each process that uploads, unless that is a worker: heads of an earlier run may
+        be those of another bucket, or of one that was emptied since. `NewerFormatError` if a segment is of a
+        later version of the format.
         """
         if self._mirror is not None:
             self._mirror.begin()  # this may be a new child
