@@ -384,7 +384,7 @@ class CachedDataset(Keeper, Dataset[Any]):
         return fill(self, self._store, mine, num_workers, batch_size)
 
     def missing(self) -> Positions:
-        """Indices, int64 ``(k,)``, of samples that are not cached, or that the `path` or server does not have."""
+        """Indices, int64 ``(k,)``, of samples that are not cached, or are not in the `path` or server."""
         return np.arange(len(self)) if self._store is None else self._store.levels.absent(len(self))
 
     def explain(self) -> str:
