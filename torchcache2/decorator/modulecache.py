@@ -32,7 +32,7 @@ from torchcache2.decorator.forward import Computation, Known, may_check
 from torchcache2.decorator.probe import CallChecks, Probes
 from torchcache2.decorator.traces import given_back
 from torchcache2.decorator.tracing import Runner, is_traced, turns_grad_off
-from torchcache2.decorator.warmup import arguments_of, warm_up
+from torchcache2.decorator.warmup import arguments_of, estimate, warm_up
 from torchcache2.engine.ahead import Ahead, Loop
 from torchcache2.engine.batch import Checks, NotStoredError, WrongRowsError
 from torchcache2.engine.cache import Cache, now
@@ -244,7 +244,7 @@ class ModuleCache:
         ignored = at_most([f"left out by ignore: {path}" for path in self.keeper.ignored])
         return "\n".join([text, *ignored])
 
-    warmup = warm_up  # a method, which is documented where it is written
+    warmup, estimate = warm_up, estimate  # methods, which are documented where they are written
 
     def ahead(
         self,
