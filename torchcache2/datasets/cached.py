@@ -119,16 +119,16 @@ def _outcome(store: Store, total: int) -> str | None:
     mine = next((one for one in kept if one.namespace == contents.namespace), None)
     if there == 0 or mine is None:
         return f"{path} has none of {total:,} samples"
-    size = sum(info.size for info in (*contents.segments, *contents.others))
+    size = f" ({size_text(sum(info.size for info in (*contents.segments, *contents.others)))})"
     if bucket is not None:
-        size += sum(tier.stats().bytes for tier in levels.tiers if tier.is_lasting and tier.directory is None)
         there_too = {info.name.removesuffix(HEAD) for info in contents.heads}
-        left = sum(info.name not in there_too for info in contents.segments)
-        if left:
+        here = {info.name for info in contents.segments}
+        size = size if there_too <= here else ""
+        if left := len(here - there_too):
             return f"{left:,} of {len(contents.segments):,} files of {directory.path} are not in {path} yet"
     share = f"all {total:,} samples" if there == total else f"{there:,} of {total:,} samples"
     call = mine.call(path, [one for one in kept if one is not mine], partial=there < total)
-    return f"{path} has {share} ({size_text(size)}). Without the dataset, {call} serves them"
+    return f"{path} has {share}{size}. Without the dataset, {call} serves them"
 
 
 class _Counts:

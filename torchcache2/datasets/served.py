@@ -297,7 +297,7 @@ class ServedStore(Store):
 
     def _faults(self) -> list[Exception]:
         """Why a bucket cannot be asked now."""
-        causes = [getattr(tier, "cause", None) for tier in self.levels.tiers]
+        causes = [tier.cause for tier in self.levels.tiers]
         return [cause for cause in causes if cause is not None]
 
     def _reasons(self) -> list[Exception]:

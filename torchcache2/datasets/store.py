@@ -125,7 +125,8 @@ class Levels(TierStack):
 
     def absent(self, count: int, enough: float = math.inf) -> Positions:
         """Which of the samples 0 to `count` - 1 have no row, int64 ``(k,)``; `enough` need not be all."""
-        self._look([tier for tier in self._lasting if tier.directory is not None])  # else it costs requests
+        costs_requests = self.settings.bucket is not None
+        self._look([tier for tier in self._lasting if tier.directory is not None and not costs_requests])
         found = [np.empty(0, np.int64)]
         for start in range(0, count, _ASKED_AT_ONCE):
             some = np.arange(start, min(count, start + _ASKED_AT_ONCE))

@@ -46,17 +46,16 @@ class CacheStats:
     memory_bytes : int
         Bytes that the memory tier has allocated.
     disk_rows : int
-        Rows on disk, or waiting to be written, of the namespaces that were asked for, of all caches that
-        share the budget.
+        Rows on disk, in the bucket below, or waiting to be written, of the namespaces that were asked for, of
+        all caches that share the budget.
     disk_bytes : int
         Bytes of the whole cache directory; 0 before the first rows are sealed there.
     disk_evictions : int
         Rows that were deleted from the directory to make room.
     remote_rows : int
-        Rows on Redis servers, whoever put them; or in a bucket and not on disk, of the namespaces that were
-        asked for.
+        Rows on Redis servers, whoever put them.
     remote_bytes : int
-        Bytes of memory that the servers use, or of those namespaces in the bucket.
+        Bytes of memory that the servers use.
     remote_evictions : int
         Rows that the servers have forgotten to make room.
     bytes_up, bytes_down : int

@@ -262,7 +262,7 @@ class MemoryTier(Tier):
             return 0
         self._clock += 1
         self._arenas.last_used[keys.namespace] = self._clock
-        kept = self._arenas.make_room(keys.namespace, arena, len(keys), evicts)
+        kept = self._arenas.make_room(keys, arena, len(keys), evicts)
         if kept < len(keys):
             if self.policy == "mru" and not self._spills and not self._arenas.has_replicas(keys.namespace):
                 self._told(
