@@ -223,8 +223,9 @@ def estimate(
     --------
     >>> from torchcache2 import torchcache
     >>> backbone = torchcache(nn.Linear(4, 2)).eval().requires_grad_(False)
-    >>> print(backbone.cache_instance.estimate(torch.rand(1_000_000, 4)))
-    1,000,000 items: memory 51.0 MB of 1.0 GB; about ... (8 B an item, ... items/s)
+    >>> found = backbone.cache_instance.estimate(torch.rand(1_000_000, 4))
+    >>> found.items, found.memory_bytes, found.fits
+    (1000000, 51000000, True)
     """
     if type(batches) is not int or batches < 1:
         raise OptionError(f"batches={batches!r}: expected an int of at least 1")
