@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 _LEAST_PREFIX = 8  # characters of a namespace
-_NUMBERS = ("rows", "bytes", "ratio", "segments", "files", "age", "last use")
+_NUMBERS = ("rows", "bytes", "a row", "ratio", "segments", "files", "age", "last use")
 _UNITS = ("KB", "MB", "GB", "TB", "PB")
 
 
@@ -65,7 +65,7 @@ def print_pairs(pairs: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar of bytes on stderr, if that is a terminal; what is yielded is told how many are done."""
+    """A progress bar of bytes, in a terminal; call what it yields with the number of bytes done."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return

@@ -297,8 +297,8 @@ class CacheSettings:
     def persistent_budget(self, folder: str, used: int = 0) -> int:
         """`max_persistent_cache_size` in bytes, as of now.
 
-        A share is one of the bytes that are free on the disk of `folder`, and of the `used` bytes of the
-        cache that is there: otherwise rows of earlier runs would make the budget smaller.
+        A share counts the free bytes on the disk of `folder` and the `used` bytes of the cache there:
+        otherwise rows of earlier runs would shrink the budget.
         """
         free = None
         if isinstance(self.max_persistent_cache_size, float):

@@ -46,7 +46,7 @@ class Node:
     Attributes
     ----------
     steps : tuple of str
-        What the path of a leaf says of each child.
+        The part of a leaf's path for each child.
     """
 
     steps: ClassVar[tuple[str, ...]] = ("",)
@@ -70,7 +70,8 @@ class UnstorableError(Exception):
     Attributes
     ----------
     what, advice : str
-        What it is, and what to return in its place, where ``{}`` stands for it; the advice may be empty.
+        What it is, and what to return in its place; ``{}`` in the advice is its path, and the advice may be
+        empty.
     path : str
         Where it is, as in ``output['image'][0]``.
     """
@@ -294,7 +295,7 @@ def taken_apart(value: Any, opened: Opener) -> tuple[list[tuple[str, Any]], pytr
 
 
 def _steps(value: Any, kind: Any, context: Any, children: Sequence[Any]) -> Sequence[str]:
-    """What the path of a leaf says of each child."""
+    """The part of a leaf's path for each child."""
     numbers = [f"[{i}]" for i in range(len(children))]
     if kind is tuple or kind is list:
         return numbers

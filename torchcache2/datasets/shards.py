@@ -178,7 +178,7 @@ class _Bound:
     most : int, optional
         None: there is no bound.
     is_share : bool
-        Whether it may be another number for another rank.
+        Whether the number may differ between ranks.
     """
 
     def __init__(

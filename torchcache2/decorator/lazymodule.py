@@ -263,7 +263,7 @@ class _Lazy:
         return {os.path.abspath(path): number for number, path in enumerate(self.files)}
 
     def status(self) -> _Status:
-        """What the system says of each file; `OptionError` if one does not exist."""
+        """The system's facts about each file; `OptionError` if one does not exist."""
         found: _Status = []
         for number, path in enumerate(map(os.path.abspath, self.files)):
             if not os.path.exists(path):

@@ -32,7 +32,7 @@ from torchcache2.decorator.forward import Computation, Known, may_check
 from torchcache2.decorator.probe import CallChecks, Probes
 from torchcache2.decorator.traces import given_back
 from torchcache2.decorator.tracing import Runner, is_traced, turns_grad_off
-from torchcache2.decorator.warmup import arguments_of, warm_up
+from torchcache2.decorator.warmup import arguments_of, estimate, warm_up
 from torchcache2.engine.ahead import Ahead, Loop
 from torchcache2.engine.batch import Checks, NotStoredError, WrongRowsError
 from torchcache2.engine.cache import Cache, now
@@ -244,7 +244,7 @@ class ModuleCache:
         ignored = at_most([f"left out by ignore: {path}" for path in self.keeper.ignored])
         return "\n".join([text, *ignored])
 
-    warmup = warm_up  # a method, which is documented where it is written
+    warmup, estimate = warm_up, estimate  # methods, which are documented where they are written
 
     def ahead(
         self,
@@ -261,9 +261,9 @@ class ModuleCache:
         of so many batches beside the memory cache. Items that are not found are computed as usual. With
         ``distributed="collective"`` nothing is read ahead.
 
-        The batches come unchanged and in order. The loader is asked for them in the thread of the loop, some
-        batches early: each has to have memory of its own, as those of a `DataLoader` do. Any number of
-        loops, of several threads too, may run at once. Leaving a loop ends its thread.
+        The batches come unchanged and in order. The loader is read in the thread of the loop, some batches
+        early: each batch needs memory of its own, as those of a `DataLoader` have. Any number of loops, of
+        several threads too, may run at once. Leaving a loop ends its thread.
 
         Parameters
         ----------
@@ -272,8 +272,8 @@ class ModuleCache:
         batches : int
             How many batches are asked for early.
         inputs : callable, optional
-            ``inputs(batch)`` gives the arguments of the forward, as in `warmup`. Batches of which something
-            else is asked for are read in vain, which ends after four of them with a warning.
+            ``inputs(batch)`` gives the arguments of the forward, as in `warmup`. If the forward gets
+            something else, reading ahead is in vain, and ends after four batches with a warning.
         method : str, optional
             The method that is called, if several of an object are cached.
 
@@ -307,7 +307,7 @@ class ModuleCache:
         return loop
 
     def _end_loop(self, loop: Loop) -> None:
-        """End a loop. It takes no lock, as the garbage collector may call it at any point."""
+        """End a loop. It takes no lock, because the garbage collector may call it at any point."""
         loop.end()
         with contextlib.suppress(ValueError):  # it reads nothing
             self._loops.remove(loop)

@@ -444,7 +444,7 @@ class Cache:
         return self.document() if face is None else face.description(namespace)
 
     def document(self) -> dict[str, Any]:
-        """What a description says that knows nothing of who computes."""
+        """The description when nothing is known about who computes."""
         return {"class": None, "library": __version__, "torch": str(torch.__version__), "created": now()}
 
     def flush(self) -> None:
