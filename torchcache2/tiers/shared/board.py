@@ -214,8 +214,7 @@ class Board(Budget):
         self._free_if_unheld(file)
 
     def drop(self, namespace: bytes) -> None:
-        """From now on nobody finds the namespace's rows; the memory is freed when all processes have closed
-        it.
+        """Let nobody find the namespace's rows; the memory is freed once all processes have closed it.
 
         This needs no lock: wrong rows must be dropped even where the lock cannot be had.
         """
