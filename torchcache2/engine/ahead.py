@@ -219,9 +219,10 @@ class Ahead:
     askers: Sequence[Asker]
 
     def __init__(self, loader: Iterable[Any], batches: int, askers: Sequence[Asker]) -> None:
-        if isinstance(loader, Ahead):  # of another cache: both have their rows for one batch at a time
-            loader, batches, askers = loader.loader, max(batches, loader.batches), [*loader.askers, *askers]
         self.loader, self.batches, self.askers = loader, batches, askers
+        if isinstance(loader, Ahead):  # of another cache: both have their rows for one batch at a time
+            self.loader, self.batches = loader.loader, max(batches, loader.batches)
+            self.askers = [*loader.askers, *askers]
 
     def __iter__(self) -> Iterator[Any]:
         pulled, failure, is_done, is_last = iter(self.loader), None, False, False
