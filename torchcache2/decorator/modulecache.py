@@ -33,7 +33,7 @@ from torchcache2.decorator.probe import CallChecks, Probes
 from torchcache2.decorator.traces import given_back
 from torchcache2.decorator.tracing import Runner, is_traced, turns_grad_off
 from torchcache2.decorator.warmup import arguments_of, estimate, warm_up
-from torchcache2.engine.ahead import Ahead, Loop
+from torchcache2.engine.ahead import Ahead, Asker, Loop
 from torchcache2.engine.batch import Checks, NotStoredError, WrongRowsError
 from torchcache2.engine.cache import Cache, now
 from torchcache2.engine.collective.exchange import apart
@@ -263,7 +263,8 @@ class ModuleCache:
 
         The batches come unchanged and in order. The loader is read in the thread of the loop, some batches
         early: each batch needs memory of its own, as those of a `DataLoader` have. Any number of loops, of
-        several threads too, may run at once. Leaving a loop ends its thread.
+        several threads too, may run at once. Leaving a loop ends its thread. For several modules in one
+        loop, nest them: ``a.cache_instance.ahead(b.cache_instance.ahead(loader))``.
 
         Parameters
         ----------
@@ -293,7 +294,7 @@ class ModuleCache:
                 f"loader={shown(loader)}: expected a DataLoader, or another iterable of batches"
             )
         arguments = functools.partial(arguments_of, inputs=inputs)
-        return Ahead(loader, batches, arguments, cache._begin_loop, cache._end_loop)
+        return Ahead(loader, batches, [Asker(arguments, cache._begin_loop, cache._end_loop)])
 
     def _begin_loop(self) -> Loop:
         """A loop whose batches the next calls will ask for."""
