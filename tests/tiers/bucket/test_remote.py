@@ -35,6 +35,7 @@ from torchcache2.tiers.base import Signals
 from torchcache2.tiers.bucket import heads as heads_module
 from torchcache2.tiers.bucket import sparse
 from torchcache2.tiers.bucket.objects import Objects
+from torchcache2.tiers.disk import merging
 from torchcache2.tiers.disk.tier import DiskTier
 
 FS = Unsynced()
@@ -235,6 +236,25 @@ def test_what_was_dropped_is_not_looked_at_again(place):
     upload(tier.bucket.objects, place.path / "another")
     for one in (tier, other):
         assert found(one, names_of(0), WIDTH) == [(0, 1)]
+
+
+def test_runs_of_the_local_folder_have_the_segments_of_the_bucket_too(place, monkeypatch):
+    monkeypatch.setattr(merging, "_LEAST_ROWS", 30)
+    place.fill(4)
+    tier = place.tier(writes=True, budget=10**8)
+    assert tier.has(keys_of(names_of(*range(4)))).all()
+    seal(tier, names_of(4), WIDTH)
+    (run,) = place.local.glob("*/*.run")
+    (own,) = segments(place.local)
+    for made in (tier, place.tier()):
+        made.bucket.objects.reads.clear()
+        assert found(made, names_of(*range(5)), WIDTH) == names_of(*range(5))
+        assert made._known.located[NAMESPACES[0]].beside_runs == (2, 20)  # a run has the other three
+    flip(own, 100)  # its header: the bucket does not have it
+    flip(segments(place.remote)[1], -1)
+    last = place.tier()
+    assert found(last, names_of(*range(5)), WIDTH) == names_of(*range(4))
+    assert run.exists() and last.stats().corrupt >= 1
 
 
 # Objects that are not what they should be.
