@@ -252,7 +252,7 @@ class CacheDirectory:
             return 0
 
     def prepare(self, namespace: bytes, fingerprint: Mapping[str, Any]) -> None:
-        """Make a namespace's folder, and the file that says what it stands for.
+        """Make a namespace's folder, and the file that describes it.
 
         The name of that file is on the disk when the folder is synced, as it is after each segment.
         """
