@@ -38,6 +38,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: demo check test test-gpu bench docs soak lowest newest pythons clean can-run-lowest can-run-newest can-run-pythons
 
 demo: $(VENV)/examples
+	@echo "The demo takes about a minute on 2 cores, and ends with the path of its plot."
 	$(RUN) examples/linear_probe.py
 
 check test: $(VENV)/test
@@ -98,12 +99,13 @@ $(VENV)-newest/installed: pyproject.toml
 $(VENV)-3.%/installed: $(VENV)-newest/installed
 	$(filter %python3.$*,$(PYTHONS)) -m venv --clear $(VENV)-3.$*
 	$(VENV)-3.$*/bin/pip install --quiet --no-deps torch -e .
-	$(VENV)-3.$*/bin/pip install --quiet numpy xxhash brotli filelock safetensors \
+	$(VENV)-3.$*/bin/pip install --quiet numpy xxhash brotli filelock safetensors tqdm \
 		sympy networkx jinja2 fsspec typing-extensions setuptools pytest pytest-xdist hypothesis
 	cd $(VENV)-3.$*/lib/python3.$*/site-packages && ln -s ../../../../$(VENV)-newest/lib/python3.*/site-packages/nvidia .
 	touch $@
 
 $(VENV)/%: pyproject.toml constraints.txt
+	@echo "Installing torch and what else this needs into $(VENV): some minutes, the first time only."
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --constraint constraints.txt -e ".[$*]"
 	touch $@

@@ -23,6 +23,7 @@ html_theme = "furo"
 html_title = f"torchcache2 {release}"
 html_static_path = ["_static"]
 html_css_files = ["tables.css"]  # tables scroll on a narrow screen
+html_js_files = ["copy.js"]  # a button on each block of code
 html_copy_source = False
 html_show_copyright = False
 
@@ -61,11 +62,14 @@ class PageDocTestBuilder(DocTestBuilder):
     def test_group(self, group):
         """Join blocks that come from one file; their lines keep their numbers."""
         blocks = [code for code, *output in group.tests if not output]
-        if len(blocks) == len(group.tests) > 1 and len({code.filename for code in blocks}) == 1:
+        files = {code.filename for code in blocks}
+        if len(blocks) == len(group.tests) > 1 and len(files) == 1:
             first, text = blocks[0], ""
             for code in blocks:
-                text += "\n" * max(1, (code.lineno or 0) - (first.lineno or 0) - text.count("\n")) + code.code
-            group.tests = [[TestCode(text, "doctest", first.filename, first.lineno, first.options)]]
+                line = (code.lineno or 0) - (first.lineno or 0)
+                text += "\n" * max(1, line - text.count("\n")) + code.code
+            place = first.filename, first.lineno, first.options
+            group.tests = [[TestCode(text, "doctest", *place)]]
         return super().test_group(group)
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import time
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -195,7 +196,7 @@ def main() -> None:
     print(f"speed-up: {warm:.1f}x per epoch after the first (median), {total:.1f}x in all")
     print(f"\n{cached.backbone.cache_instance.stats()}")
     save_plot(options.plot, plain, cached)
-    print(f"\nplot: {options.plot}")
+    print(f"\nplot: {Path(options.plot).resolve()}")
 
 
 if __name__ == "__main__":

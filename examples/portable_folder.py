@@ -1,4 +1,4 @@
-"""A dataset is decoded once, and then served without its source: from a tar file, and from a bucket.
+"""A dataset is decoded once, then served without its source: from an unpacked tar file, and from a bucket.
 
 The images are scikit-learn's handwritten digits as JPEG files of 512 by 512 pixels, as from a camera, which
 a sample is decoded from and made small. Decoding them fills a folder, which becomes a tar file. That is

@@ -1,4 +1,4 @@
-"""The faults of torchcache 0.6.0 that the README lists: each one shown, and ours beside it."""
+"""The faults of torchcache 0.6.0 that `docs/prevents.md` lists: each one shown, and ours beside it."""
 
 import copy
 import os

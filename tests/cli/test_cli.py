@@ -505,7 +505,7 @@ def test_verify_finds_garbage(path, content):
 def test_verify_finds_truncation_and_says_how_many_rows_are_damaged(path):
     file = segments(path, NAMESPACES[0])[0]
     flip(file, -1)
-    assert re.search(r"\d+ of 30 rows are not what was written", run("verify", path, code=1).out)
+    assert re.search(r"\d+ of 30 rows differ from what was written", run("verify", path, code=1).out)
     file.write_bytes(file.read_bytes()[:-1])
     assert run("verify", path, "--format", "json", code=1).json["damaged"] == 1
 

@@ -275,7 +275,7 @@ def test_a_segment_with_damaged_rows_is_left_out_as_a_whole(tmp_path, monkeypatc
     flip(file, -64 * 4 * 8 + 5)
     said, found = dumped(tmp_path / "cache", tmp_path / "out.safetensors", code=1)
     (one,) = said["files"]
-    assert one["reason"] == "2 of 10 rows are not what was written"
+    assert one["reason"] == "2 of 10 rows differ from what was written"
     left = range(5, 20)  # which the other one has
     assert {bytes(key.tolist()) for key in found["keys"]} == set(map(key_of, left))
     rows = {bytes(key.tolist()): row for key, row in zip(found["keys"], found["output"], strict=True)}

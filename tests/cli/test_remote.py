@@ -115,7 +115,7 @@ def test_every_kind_of_bucket_is_read_and_cleared(tmp_path, monkeypatch, folder,
 
 def test_rm_asks_deletes_what_is_of_the_format_and_says_how_much(url, filled, folder):
     before = names(filled)
-    assert "somebody may use them" in run("rm", "--dir", url, FIRST[:8], stdin="n\n", code=1)[1]
+    assert "other processes may be using them" in run("rm", "--dir", url, FIRST[:8], stdin="n\n", code=1)[1]
     assert "there is no namespace" in run("rm", "--dir", url, "77", "-y", code=2)[1]
     assert "expected one URL" in run("rm", url, FIRST, "-y", code=2)[1]
     assert names(filled) == before

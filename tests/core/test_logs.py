@@ -12,7 +12,7 @@ from torchcache2 import set_logger_config
 
 LOGGER = logging.getLogger("torchcache2")
 VARIABLES = [f"TORCHCACHE_LOG_{name}" for name in ("LEVEL", "FMT", "DATEFMT", "FILE")]
-DEFAULT_LINE = r"\[torchcache2\] - \d{4}-\d\d-\d\d \d\d:\d\d:\d\d - torchcache2 - WARNING - careful\n"
+DEFAULT_LINE = r"\[torchcache2\] - \d{4}-\d\d-\d\d \d\d:\d\d:\d\d - WARNING - careful\n"
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +116,7 @@ def test_a_bad_format_warns_and_is_replaced_by_the_default(capsys, fmt):
     complaint, line = lines_of({"fmt": fmt}, ["warning"])
     assert repr(fmt) in complaint
     assert line.startswith("[torchcache2] - ")
-    assert line.endswith(" - torchcache2 - WARNING - warning")
+    assert line.endswith(" - WARNING - warning")
     assert capsys.readouterr().err == ""
 
 

@@ -88,7 +88,7 @@ def test_a_float_is_a_share_of_what_is_free(share):
 
 
 def test_a_share_of_an_unknown_amount_is_an_error():
-    with pytest.raises(OptionError, match=r"^max_memory_cache_size=0\.5: how much is free cannot be"):
+    with pytest.raises(OptionError, match=r"^max_memory_cache_size=0\.5: the free amount cannot be read"):
         parse_size("max_memory_cache_size", 0.5)
 
 

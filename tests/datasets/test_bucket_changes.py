@@ -11,13 +11,11 @@ import torch
 
 from tests.helpers import buckets
 from tests.helpers.datasets import Batched, same, sample_of
+from tests.helpers.remote import reader
 from tests.helpers.storage import segments
 from torchcache2 import CachedDataset, MissingSampleError, OptionError
 from torchcache2.core.keys import int_keys
 from torchcache2.core.places import Bucket
-from torchcache2.files.directory import CacheDirectory
-from torchcache2.files.filesystem import FileSystem
-from torchcache2.tiers.bucket.tier import RemoteTier
 
 COUNT = 60
 
@@ -124,9 +122,7 @@ def test_rows_of_other_shapes_are_read_once_beside_a_damaged_one(tmp_path):
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    tier = RemoteTier(
-        Bucket.of(f"file://{tmp_path}/bucket"), CacheDirectory(tmp_path / "local", FileSystem())
-    )
+    tier = reader(Bucket.of(f"file://{tmp_path}/bucket"), tmp_path / "local")
     with contextlib.closing(tier):
         namespace = bytes.fromhex(file.parent.name)
         found = tier.get(int_keys(namespace, np.arange(COUNT)))

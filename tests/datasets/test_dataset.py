@@ -330,7 +330,7 @@ def test_attributes_are_those_of_the_dataset():
         assert (one._hidden, one._other, len(one), one[3]) == (3, 4, 9, {"index": 3})
         assert not hasattr(one, "absent") and not hasattr(one, "__array__") and hasattr(one, "__getitems__")
         assert isinstance(one, Dataset)
-        with pytest.raises(AttributeError, match="must not be changed"):
+        with pytest.raises(AttributeError, match="must not change"):
             one._other = 5
 
 
@@ -360,7 +360,7 @@ def test_a_method_that_changes_the_dataset_ends_the_cache(log):
     staged.set_epoch(3)
     assert [staged[1], *staged.__getitems__([2, 3])] == [31, 32, 33]
     (warning,) = warnings_of(log)
-    assert "set_epoch has changed the dataset" in warning.getMessage()
+    assert "set_epoch changed the dataset" in warning.getMessage()
 
 
 # Random numbers

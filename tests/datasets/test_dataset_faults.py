@@ -42,7 +42,7 @@ class Collated(Counted):
 def test_a_batch_in_place_of_samples_is_an_error():
     cached = CachedDataset(Collated(4), memory_cache_size="1MB")
     for count in (2, 3):  # there are as many keys as samples, or not
-        with pytest.raises(TypeError, match=r"Collated.__getitems__ has given a dict.*list of samples"):
+        with pytest.raises(TypeError, match=r"Collated.__getitems__ has given a dict.*list with one sample"):
             cached.__getitems__(list(range(count)))
 
 
@@ -57,8 +57,8 @@ def test_options_are_called_by_their_own_names():
 @pytest.mark.parametrize(
     ("memory", "disk", "has_path", "text"),
     [
-        ("1kB", 0, False, "is loaded in each epoch: raise the budgets of memory or disk"),
-        ("1kB", "1kB", True, "is loaded in each epoch: raise the budgets of memory or disk"),
+        ("1kB", 0, False, "are loaded in each epoch: raise the budgets of memory or disk"),
+        ("1kB", "1kB", True, "are loaded in each epoch: raise the budgets of memory or disk"),
         ("2MB", "1kB", True, "items/s)"),  # later runs find less, but this one finds all
         ("1kB", "2MB", True, "What does not fit in memory is read from the disk"),
         ("20kB", "20kB", False, "What does not fit in memory is read from the disk"),
@@ -100,7 +100,7 @@ def test_workers_divide_memory_that_they_cannot_share(monkeypatch, capfd):
         assert [batch[:, -1].tolist() for batch in loader] == torch.arange(200).view(20, 10).tolist()
     assert 60 <= cached.stats().memory_hits <= 100
     shown = capfd.readouterr().err
-    assert shown.count("cannot share it (there is no /proc): n workers have an nth part of 1.0 MB each") == 1
+    assert shown.count("each keeps its own samples: n workers get an nth part of 1.0 MB each") == 1
 
 
 class Refusing(Counted):

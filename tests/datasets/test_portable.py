@@ -296,7 +296,7 @@ def test_folders_without_a_dataset_say_what_is_there(path, tmp_path):
     [
         ({}, "give it as path="),
         ({"path": "x", "verify": 0.5}, "verify=0.5 loads samples again"),
-        ({"backend": "redis", "path": "x"}, "a server does not tell"),
+        ({"backend": "redis", "path": "x"}, "a server cannot list"),
         ({"path": "x", "partial": 1}, "partial=1: expected True or False"),
         ({"path": "x", "name": 7}, "name=7: expected a text"),
         ({"path": "x", "nmae": 1}, "no option 'nmae'"),
@@ -482,12 +482,14 @@ def test_what_cannot_be_done_without_the_dataset(path):
     fill(path, name="x")
     with served(path, memory="1MB") as cached:
         before = state(path)
-        with pytest.raises(NotCachedError, match=r"nothing is deleted. If you want that, `torchcache2 rm"):
+        with pytest.raises(
+            NotCachedError, match=r"nothing was deleted. To delete them anyway, run `torchcache2 rm"
+        ):
             cached.clear()
         assert state(path) == before and cached.missing().tolist() == []
         done = cached.warmup()
         assert (done.computed, done.found) == (0, COUNT)
-        with pytest.raises(AttributeError, match="no attribute 'classes': the folder has the samples"):
+        with pytest.raises(AttributeError, match="no attribute 'classes': the folder keeps the samples"):
             _ = cached.classes
         cached.classes = ["mine"]
         assert cached.classes == ["mine"]
@@ -531,7 +533,7 @@ def test_other_datasets_may_be_around_it(path, tmp_path):
         with contextlib.closing(LazyShardDataset(cached, rank=1, num_replicas=2, memory_size="1MB")) as shard:
             for index, sample in zip(shard.indices.tolist(), shard, strict=True):
                 same(sample, sample_of(index, "dict"))
-        with pytest.raises(OptionError, match=r"CachedDataset\(None, path\), which may be given"):
+        with pytest.raises(OptionError, match=r"CachedDataset\(None, path\) as the dataset"):
             LazyShardDataset(None, path)
         # Wherever the folder is, the samples are the same.
         shutil.copytree(path, tmp_path / "moved")

@@ -153,7 +153,7 @@ def test_a_fault_is_waited_for_and_raised_with_its_cause_if_it_lasts(tmp_path, m
                 MissingSampleError, match=f"sample 40 of Batched in {bucket.url} .*{bucket.url}: "
             ):
                 cached[40]
-            with pytest.raises(MissingSampleError, match=f"nobody knows .*{bucket.url}: "):
+            with pytest.raises(MissingSampleError, match=f"cannot tell which .*{bucket.url}: "):
                 CachedDataset(None, **options)
             monkeypatch.setattr(ServedStore, "patience", 20.0)
             timer, indices = threading.Timer(0.5, proxy.heal), list(range(0, COUNT, 3))

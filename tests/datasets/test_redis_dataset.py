@@ -116,7 +116,7 @@ def test_what_changes_behind_the_cache_is_found_by_verify(server, log):
     assert [dataset[0], dataset[0]] == [1, 1]
     values[0] = 2
     assert dataset[0] == 2 and dataset.stats().mismatched == 1
-    assert len(dataset.missing()) == 1 and "cached samples differ" in warnings_of(log)[0].getMessage()
+    assert len(dataset.missing()) == 1 and "the cached sample at" in warnings_of(log)[0].getMessage()
     dataset.close()
 
 
@@ -170,7 +170,7 @@ def test_a_dataset_that_cannot_be_read_needs_a_name(server, tmp_path):
 
     unread = Open(COUNT, "coco")
     unread.file = (tmp_path / "file").open("w")
-    with pytest.raises(OptionError, match=r"on the server are its own: pass name= and version="):
+    with pytest.raises(OptionError, match=r"on the server are theirs: pass name= and version="):
         cached_on(server, unread)
     dataset = cached_on(server, unread, name="open")
     read(dataset)
@@ -330,7 +330,9 @@ def test_a_shard_may_be_on_a_server(server):
             same(shard[0], sample_of(shard.indices[0].item(), "coco"))
             assert (shard.stats().memory_hits, shard.stats().memory_rows > 0) == (turn == 2, turn == 2)
             shard.close()
-    with pytest.raises(OptionError, match="overflow=0 and backend='redis': it is not known how much fits"):
+    with pytest.raises(
+        OptionError, match="overflow=0 and backend='redis': how much fits on a server is unknown"
+    ):
         LazyShardDataset(Batched(COUNT), rank=0, overflow=0, **options)
 
 

@@ -326,7 +326,7 @@ def test_the_first_rank_shows_a_bar_and_one_line_of_cost(capfd, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"max_memory_cache_size": 2000}, "does not fit is computed at each call"),
+        ({"max_memory_cache_size": 2000}, "do not fit are computed at each call"),
         ({"max_memory_cache_size": 2000, "persistent": True}, "does not fit in memory is read from the disk"),
         ({"cache_dtype": torch.float16}, "(4 B an item"),
     ],

@@ -828,6 +828,18 @@ def test_a_number_for_an_empty_batch_in_another_dtype():
         }
     ),
 )
+@hypothesis.example(  # other batch sizes are other groups of keys, which take memory where rows need no more
+    argument=(None, [None]),
+    output=((torch.float32, ()), None),
+    batches=[[0], [0, 0], [0, 0, 0]],
+    options={
+        "policy": "lru",
+        "max_memory_cache_size": 5_000,
+        "miss_batch": "exact",
+        "verify": 0.0,
+        "cache_dtype": None,
+    },
+)
 def test_outputs_are_those_of_the_plain_forward(argument, output, batches, options):
     def forward(items, argument):
         return build(output, items)

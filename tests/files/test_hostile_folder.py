@@ -263,7 +263,7 @@ def test_import_and_export_where_something_has_the_name(path, tmp_path, capfd, k
     target.mkdir(parents=True)
     is_there = strange(kind, target / segments(path)[0].name, tmp_path)
     code, text = command("import", archive, tmp_path / "target", capfd=capfd)
-    assert code == 1 and "something that is no file has its name" in text and is_there()
+    assert code == 1 and "something that is not a file has its name" in text and is_there()
     (tmp_path / "more").mkdir()
     is_there = strange(kind, tmp_path / "y.tar", tmp_path / "more")
     code, text = command("export", path, tmp_path / "y.tar", capfd=capfd)

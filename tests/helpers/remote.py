@@ -6,12 +6,10 @@ import threading
 from pathlib import Path
 
 from tests.helpers.storage import NAMESPACES, NEVER, Unsynced, keys_of, segments
-from torchcache2 import CacheSettings
-from torchcache2.engine.stack import TierStack
+from torchcache2.core.places import Bucket
 from torchcache2.files.filesystem import FileSystem
 from torchcache2.files.layout import read_head, write_head
-from torchcache2.tiers.base import TierStats
-from torchcache2.tiers.bucket.tier import RemoteTier
+from torchcache2.tiers.bucket.source import BucketSource
 from torchcache2.tiers.disk.tier import DiskTier
 
 ROOM = 10**8
@@ -51,49 +49,49 @@ class Below:
         pass
 
 
-class Behind(TierStack):
-    """`flush` moves what is sealed into the bucket, so that only rows that wait are found on the disk."""
+def reader(
+    bucket, path, *, budget=0, fs=None, writes=False, every=60.0, signals=None, objects=None, **options
+):
+    """A disk tier in a folder with a bucket below it, which uploads nothing."""
+    fs = Unsynced() if fs is None else fs
+    source = BucketSource(bucket, str(path), budget, fs=fs, every=every, signals=signals, objects=objects)
+    return DiskTier(
+        path, budget, "mru", "none", delay=NEVER, signals=signals, bucket=source, writes=writes, **options
+    )
+
+
+def mirrored_disk(path, budget=ROOM, policy="mru", fs=None, **options):
+    """A disk tier of which somebody else brings all segments to a bucket; it does not look there itself."""
+    source = BucketSource(Bucket.of(f"file://{path}-bucket"), str(path), budget, fs=fs or Unsynced())
+    source.look = lambda *_: False
+    return DiskTier(path, budget, policy, "none", delay=NEVER, bucket=source, **options)
+
+
+class Emptied:
+    """A disk tier with a bucket below it. `flush` moves what is sealed into the bucket."""
 
     def __init__(self, bucket, path, objects=None, *, queue=ROOM, delay=NEVER):
-        super().__init__(CacheSettings())
-        options = {"mirrored": True, "queue": queue, "delay": delay, "fs": Unsynced()}
-        self.disk = DiskTier(path, ROOM, "mru", "none", **options)
-        self.remote = RemoteTier(bucket, self.disk.directory, objects=objects)
-        self._tiers = [self.disk, self.remote]
+        source = BucketSource(bucket, str(path), ROOM, fs=Unsynced(), objects=objects)
+        self._tier = DiskTier(path, ROOM, "mru", "none", bucket=source, queue=queue, delay=delay)
         self._moving = threading.Lock()
 
-    def description(self, namespace):
-        return {}
-
-    def let_go(self, namespace):
-        self.forget(namespace)
-
-    def put(self, keys, rows):
-        return super().put(self, keys, rows)
-
-    def flush(self):
-        self.disk.flush()
-        with self._moving:
-            for file in [] if self.disk._known.closed else segments(self.disk.path):
-                self._move(file)
-
-    def _move(self, file):
-        namespace, remote = bytes.fromhex(file.parent.name), self.remote
-        with contextlib.suppress(FileNotFoundError):  # it was dropped
-            if remote.objects.upload(str(file), f"{file.parent.name}/{file.name}"):
-                write_head(FS, str(file), read_head(FS, str(file))[0])
-                remote.look_again(namespace)
-                self.disk._known.remove_files(namespace, [file.name])
-                file.unlink()
-
-    def close(self):
-        for tier in self.tiers:
-            tier.close()
+    def __getattr__(self, name):
+        return getattr(self._tier, name)
 
     def stats(self):
         for namespace in NAMESPACES:
-            self.remote.has(keys_of(["nothing"], namespace))  # it counts what it was asked for
-        disk, remote = self.disk.stats(), self.remote.stats()
-        names = ("bytes", "evictions", "corrupt", "faults")
-        rows = max(disk.rows, remote.rows)
-        return TierStats(rows, *[getattr(disk, name) + getattr(remote, name) for name in names])
+            self.has(keys_of(["nothing"], namespace))  # it counts what it was asked for
+        return self._tier.stats()
+
+    def flush(self):
+        self._tier.flush()
+        with self._moving:
+            for file in [] if self._known.closed else segments(self.path):
+                self._move(file)
+
+    def _move(self, file):
+        with contextlib.suppress(FileNotFoundError):  # it was dropped
+            if self.bucket.objects.upload(str(file), f"{file.parent.name}/{file.name}"):
+                write_head(FS, str(file), read_head(FS, str(file))[0])
+                self._known.remove_files(bytes.fromhex(file.parent.name), [file.name])
+                file.unlink()

@@ -150,3 +150,11 @@ def test_every_room_has_its_row_on_the_page_for_maintainers():
     rows = re.findall(r"^\| `(\w+)` \|", (DOCS / "maintaining.md").read_text(encoding="utf-8"), re.MULTILINE)
     rooms = {path.parent.name for path in (ROOT / "torchcache2").glob("*/__init__.py")}
     assert rooms == set(rows)
+
+
+def test_code_on_the_pages_fits_into_its_column():
+    for name in PAGES:
+        text = (DOCS / f"{name}.md").read_text(encoding="utf-8")
+        for kind, block in re.findall(r"^```(python|{doctest})\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+            code = [line for line in block.split("\n") if kind == "python" or line[:3] in (">>>", "...")]
+            assert [line for line in code if len(line) > 88 and name != "format"] == [], name

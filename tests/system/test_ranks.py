@@ -290,7 +290,7 @@ def test_where_memory_cannot_be_shared_each_rank_has_its_own_and_says_so(job, tm
     ranks = start(script, job, TMPDIR=str(tmp_path))
     for rank in ranks:
         assert json.loads(rank.done().out)["misses"] == 96
-        assert rank.err.count("each rank has a memory cache of its own, as they cannot share") == 1
+        assert rank.err.count("each rank has its own memory cache, because they cannot share one") == 1
 
 
 def test_threads_of_ranks_wait_for_each_other_and_not_for_themselves(job):

@@ -97,14 +97,14 @@ def _names(info: tarfile.TarInfo) -> tuple[str, str]:
         return path, ""
     if info.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
         kind = _KINDS.get(info.type, "not a plain file")
-        raise ArchiveError(f"has {info.name!r}, which is {kind}: it is no export of a cache directory")
+        raise ArchiveError(f"has {info.name!r}, which is {kind}: it is not an export of a cache directory")
     if path in (TAG, LOCK, RUNS, MIRROR, ASKED) or NOTE_NAME.fullmatch(path) or is_left_over(path):
         return "", path
     namespace, _, name = path.partition("/")
     is_known = any(one.fullmatch(name) for one in (SEGMENT_NAME, RUN_NAME))
     is_ours = is_known or name == FINGERPRINT or is_left_over(name)
     if not NAMESPACE_NAME.fullmatch(namespace) or not is_ours:
-        raise ArchiveError(f"has {info.name!r}, which is no file of a cache directory")
+        raise ArchiveError(f"has {info.name!r}, which is not a file of a cache directory")
     return namespace, name
 
 
@@ -112,7 +112,7 @@ def check_tag(fs: FileSystem, file: Descriptor, member: Member) -> None:
     """Whether a ``CACHEDIR.TAG`` in an archive is that of a format that is known here."""
     version = stated_format(_text(fs, file, member))
     if version is None:
-        raise ArchiveError(f"has a {TAG} of something else: it is no export of a cache directory")
+        raise ArchiveError(f"has a {TAG} of something else: it is not an export of a cache directory")
     _check_version(version)
 
 
@@ -237,7 +237,7 @@ def _import_segment(
         done.kept += 1
         return
     if fs.exists(path):
-        done.refused.append((name, Verdict("unchecked", reason="something that is no file has its name")))
+        done.refused.append((name, Verdict("unchecked", reason="something that is not a file has its name")))
         return
     found = Verdict("good")
 

@@ -200,7 +200,7 @@ def _verify(directory: _Dir = ".", form: _AsFormat = _Format.table) -> None:
 
 @app.command("prune")
 def _prune(
-    max_size: Annotated[str, typer.Option(help="What may stay, such as 5GB or 500MiB.")],
+    max_size: Annotated[str, typer.Option(help="The size to keep, such as 5GB or 500MiB.")],
     directory: _Dir = ".",
     form: _AsFormat = _Format.table,
 ) -> None:
@@ -238,7 +238,7 @@ def _rm(
     ],
     directory: Annotated[str, typer.Option("--dir", help="The cache directory, or its URL.")] = ".",
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Also what a running process uses.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Delete even what a running process uses.")] = False,
     form: _AsFormat = _Format.table,
 ) -> None:
     """Delete namespaces. Files that are not the cache's stay."""
@@ -266,7 +266,7 @@ def _rm(
     after = [cache.contents(one.namespace) for cache, one in chosen]
     _print_deleted(report.gone(before, after), {one.id: one.name for one in found}, form)
     if busy:
-        out.tell(f"torchcache2: {', '.join(busy)}: a process uses it by now")
+        out.tell(f"torchcache2: {', '.join(busy)}: a process has begun to use it")
         raise typer.Exit(1)
 
 
@@ -287,7 +287,10 @@ def _remove_in_bucket(names: Sequence[str], url: str, form: _Format, *, ask: boo
             for one in found:
                 out.tell(f"{one.id}  {one.title}  {one.rows:,} rows  {out.size(one.nbytes)}")
             nbytes = out.size(sum(one.nbytes for one in found))
-            out.tell(f"{cache.path}: {out.counted(len(found), 'namespace')}, {nbytes}; somebody may use them")
+            out.tell(
+                f"{cache.path}: {out.counted(len(found), 'namespace')}, {nbytes}; other processes may "
+                f"be using them"
+            )
             typer.confirm("Delete?", abort=True, err=True)
         # A namespace loses what describes it last, so that nobody wonders what is left when this is stopped.
         files = [(one.namespace, info) for one in contents for info in (*one.segments, *one.heads)]
@@ -328,7 +331,7 @@ def _export(
 
 @app.command("import")
 def _import(
-    file: Annotated[str, typer.Argument(metavar="FILE.tar", help="What `export` has written.")],
+    file: Annotated[str, typer.Argument(metavar="FILE.tar", help="A file that `export` wrote.")],
     directory: Annotated[str, typer.Argument(metavar="DIR", help="The cache directory; it may be new.")],
     form: _AsFormat = _Format.table,
 ) -> None:

@@ -79,7 +79,7 @@ def verdict_of(segment: Segment) -> Verdict:
     """Compare every checksum of an open segment."""
     damaged, count = segment.check(), len(segment)
     if damaged:
-        return Verdict("damaged", count, f"{damaged:,} of {count:,} rows are not what was written")
+        return Verdict("damaged", count, f"{damaged:,} of {count:,} rows differ from what was written")
     return Verdict("good", count)
 
 
@@ -93,7 +93,7 @@ def trouble(error: Exception) -> Verdict:
         return Verdict("unchecked", reason="needs more memory than there is")
     reason = str(error)
     if isinstance(error, NewerFormatError):
-        reason = f"is of the newer format {error}: upgrade torchcache2"
+        reason = f"has the newer format {error}: upgrade torchcache2"
     return Verdict("damaged" if isinstance(error, DamagedError) else "unchecked", reason=printable(reason))
 
 

@@ -18,7 +18,7 @@ from torchcache2.core.errors import OptionError
 logger = logging.getLogger("torchcache2")
 
 DEFAULT_LEVEL = logging.WARNING
-DEFAULT_FMT = "[torchcache2] - %(asctime)s - %(name)s - %(levelname)s - %(message)s"
+DEFAULT_FMT = "[torchcache2] - %(asctime)s - %(levelname)s - %(message)s"
 DEFAULT_DATEFMT = "%Y-%m-%d %H:%M:%S"
 _MOST_NAMES, _LONGEST = 3, 80
 _LEVELS = "DEBUG, INFO, WARNING, ERROR, CRITICAL"

@@ -101,7 +101,7 @@ class Bucket:
         if not (isinstance(given, Mapping) and all(isinstance(name, str) for name in given)):
             kind = type(given).__name__
             raise OptionError(
-                f"storage_options=…, a {kind}: expected a dict of what fsspec's file system takes"
+                f"storage_options=…, a {kind}: expected a dict of options of fsspec's file system"
             )
         if local_dir is not None:
             if is_url(local_dir) or not isinstance(local_dir, (str, os.PathLike)) or not os.fspath(local_dir):
@@ -114,8 +114,8 @@ class Bucket:
                 )
         if isinstance(remote_size, float):
             raise OptionError(
-                f"remote_size={remote_size!r}: expected bytes, or a text like '2TB': nobody knows what "
-                "is free in a bucket"
+                f"remote_size={remote_size!r}: expected bytes, or a text like '2TB': the free space of a "
+                f"bucket is unknown"
             )
         if remote_size is not None:
             parse_size("remote_size", remote_size)
@@ -246,13 +246,13 @@ def require_redis(option: str) -> Any:
 
 def _of_url(url: str, option: str) -> dict[str, Any]:
     if not url.startswith(SCHEMES):
-        raise OptionError(f"{option} has a text that is no URL of a server: {_EXPECTED}")
+        raise OptionError(f"{option} has a text that is not the URL of a server: {_EXPECTED}")
     connection = require_redis(option).connection
     try:
         given = dict(connection.parse_url(url))
         place = urlsplit(url)
         if "path" not in given and not re.fullmatch("/?[0-9]*", place.path):
-            raise ValueError("a data base that is no number, which redis-py ignores")
+            raise ValueError("a database that is not a number, which redis-py would ignore")
         kind = given.pop("connection_class", None)
     except ValueError:  # its message may have the password
         raise OptionError(f"{option} has a URL that cannot be read: {_EXPECTED}") from None
@@ -307,7 +307,7 @@ def place_of(path: Any, for_buckets: Mapping[str, Any]) -> str | Servers | Bucke
     with contextlib.suppress(UnicodeEncodeError):  # of a text that has half of a surrogate pair
         if b"\0" not in os.fsencode(text):
             return os.path.abspath(os.path.expanduser(text))
-    raise OptionError(f"{_OPTION}={shown(path)}: expected a path that the system can have")
+    raise OptionError(f"{_OPTION}={shown(path)}: the system does not accept this path")
 
 
 def check_unused(for_buckets: Mapping[str, Any], option: str) -> None:
@@ -316,5 +316,6 @@ def check_unused(for_buckets: Mapping[str, Any], option: str) -> None:
         if value is not None:
             shown = "…" if name == "storage_options" else repr(value)  # there may be a secret in it
             raise OptionError(
-                f"{name}={shown}: expected None, as only a bucket has this option: {option}='s3://bucket/folder'"
+                f"{name}={shown}: expected None, as only a bucket has this option: "
+                f"{option}='s3://bucket/folder'"
             )

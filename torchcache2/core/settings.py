@@ -246,8 +246,8 @@ class CacheSettings:
         if self.distributed == "node" and not self.can_be_shared:
             raise OptionError(
                 "distributed='node' needs policy='mru' and memory_cache_device='cpu', but these are "
-                f"{self.policy!r} and {str(self.memory_cache_device)!r}: rows that processes share lie in "
-                "memory of the CPU, and are not evicted"
+                f"{self.policy!r} and {str(self.memory_cache_device)!r}: processes share rows in the "
+                f"memory of the CPU, and never evict them"
             )
 
     @property

@@ -33,7 +33,7 @@ def parse_size(option: str, size: Size, *, free: int | None = None) -> int:
     if isinstance(size, float) and 0.0 < size <= 1.0:
         if free is None:
             raise OptionError(
-                f"{option}={shown(size)}: how much is free cannot be read here; give bytes or '4GB'"
+                f"{option}={shown(size)}: the free amount cannot be read on this system; give bytes or '4GB'"
             )
         return int(size * free)
     if type(size) is int and size >= 0:

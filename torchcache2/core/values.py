@@ -231,7 +231,7 @@ def opened(value: Any, *, objects: bool = False) -> tuple[Any, Any, list[Any]] |
         except Exception:  # whatever the functions of that class raise
             is_same = False
         if not is_same:
-            raise UnstorableError(f"a {_name(kind)} that is another one when it is rebuilt from its parts")
+            raise UnstorableError(f"a {_name(kind)} that differs after it is rebuilt from its parts")
     if rest:
         raise UnstorableError(f"a {_name(type(value))} with other attributes: {', '.join(sorted(rest))}")
     return kind, context, children

@@ -77,7 +77,7 @@ def fill(dataset: Any, store: Store, mine: Positions, num_workers: int, batch_si
         left,
         known,
         is_shown=where.rank == 0 and left > 0,
-        advice="What does not fit is loaded in each epoch: raise the budgets of memory or disk",
+        advice="Samples that do not fit are loaded in each epoch: raise the budgets of memory or disk",
     )
     nbytes = 0
     try:
@@ -111,16 +111,16 @@ def _outcome(store: Store, total: int) -> str | None:
     mine = next((one for one in kept if one.namespace == contents.namespace), None)
     if there == 0 or mine is None:
         return f"{path} has none of {total:,} samples"
-    size = sum(info.size for info in (*contents.segments, *contents.others))
+    size = f" ({size_text(sum(info.size for info in (*contents.segments, *contents.others)))})"
     if bucket is not None:
-        size += sum(tier.stats().bytes for tier in levels.tiers if tier.is_lasting and tier.directory is None)
         there_too = {info.name.removesuffix(HEAD) for info in contents.heads}
-        left = sum(info.name not in there_too for info in contents.segments)
-        if left:
+        here = {info.name for info in contents.segments}
+        size = size if there_too <= here else ""
+        if left := len(here - there_too):
             return f"{left:,} of {len(contents.segments):,} files of {directory.path} are not in {path} yet"
     share = f"all {total:,} samples" if there == total else f"{there:,} of {total:,} samples"
     call = mine.call(path, [one for one in kept if one is not mine], partial=there < total)
-    return f"{path} has {share} ({size_text(size)}). Without the dataset, {call} serves them"
+    return f"{path} has {share}{size}. Without the dataset, {call} serves them"
 
 
 class _Counts:
@@ -315,8 +315,8 @@ class CachedDataset(Keeper, Dataset[Any]):
         result = method(*args, **kwargs)
         if self._recipe.seen() != before:
             logger.warning(
-                "%s: %s has changed the dataset, so it is cached no more. Give what depends on the epoch as "
-                "transform=, which runs after the cache",
+                "%s: %s changed the dataset, so it is no longer cached. Move what depends on the epoch "
+                "into transform=, which runs after the cache",
                 self._recipe.title,
                 method.__name__,
             )
@@ -330,8 +330,8 @@ class CachedDataset(Keeper, Dataset[Any]):
             self._change(setattr, self._recipe.dataset, name, value)
         else:
             raise AttributeError(
-                f"{name} is an attribute of the dataset that is cached, which must not be changed: what is "
-                "kept are samples without the change. Set it before CachedDataset(dataset) is made"
+                f"{name} is an attribute of the cached dataset, which must not change: the stored samples "
+                f"were made without the change. Set it before CachedDataset(dataset) is made"
             )
 
     def __getitem__(self, index: Any) -> Any:

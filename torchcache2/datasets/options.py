@@ -118,7 +118,8 @@ def aliased(options: dict[str, Any], others: dict[str, Any]) -> None:
         if value is not None:
             if options[option] is not None:
                 raise OptionError(
-                    f"{option}={shown(options[option])} and {alias}={shown(value)}: these are one option"
+                    f"{option}={shown(options[option])} and {alias}={shown(value)}: these name the same "
+                    f"option"
                 )
             options[option] = value
 
@@ -127,13 +128,12 @@ def check_dataset(dataset: Any) -> None:
     """Raise `OptionError` if samples cannot be asked for by an index."""
     if dataset is None:
         raise OptionError(
-            "dataset is None: samples of a folder are served by CachedDataset(None, path), which may be "
-            "given as the dataset here"
+            "dataset is None: to use the samples of a folder, pass CachedDataset(None, path) as the dataset"
         )
     if isinstance(dataset, IterableDataset):
         raise OptionError(
             f"{type(dataset).__name__} is an IterableDataset, whose samples have no index: a CachedDataset "
-            "needs __getitem__. If all of it fits in memory, list(dataset) has one"
+            "needs __getitem__. If all of it fits in memory, pass list(dataset)"
         )
     if not hasattr(dataset, "__getitem__"):
         raise OptionError(
@@ -148,11 +148,9 @@ def check_served(options: Mapping[str, Any]) -> None:
     if options["path"] is None:
         raise OptionError("dataset=None serves the samples that are in a folder: give it as path=")
     if backend != "local":
-        raise OptionError(
-            f"dataset=None with backend={backend!r}: a server does not tell which samples it has"
-        )
+        raise OptionError(f"dataset=None with backend={backend!r}: a server cannot list its samples")
     if verify:
-        raise OptionError(f"verify={shown(verify)} loads samples again, for which there must be a dataset")
+        raise OptionError(f"verify={shown(verify)} loads samples again, which needs the dataset")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,11 +186,11 @@ class Serving:
         parse_size("capacity_per_node", capacity, free=0)
         if options["backend"] == "local":
             if hosts is not None:  # they are not shown, as there may be a password in them
-                raise OptionError("hosts are servers, which only backend='redis' uses")
+                raise OptionError("hosts are Redis servers: pass backend='redis' as well")
             if capacity != CAPACITY:
                 raise OptionError(
-                    f"capacity_per_node={capacity!r} is about servers, which only backend='redis' "
-                    "uses: give memory_cache_size or disk_cache_size"
+                    f"capacity_per_node={capacity!r} is for backend='redis' only: give memory_cache_size "
+                    f"or disk_cache_size"
                 )
             return None
         if hosts is not None:

@@ -96,9 +96,9 @@ class Recipe:
         if identity.unread and (recipe.serving or settings.persistent_cache_dir is not None):
             where = "in path" if recipe.serving is None else "on the server"
             raise OptionError(
-                f"{recipe.title} has {listed(identity.unread)}, which cannot be read, so that no later "
-                f"run could know whether the samples {where} are its own: pass name= and version=, which "
-                "stand for it"
+                f"{recipe.title} has {listed(identity.unread)}, which cannot be read, so later runs could "
+                f"not tell whether the samples {where} are theirs: pass name= and version= to identify the "
+                f"dataset"
             )
         return recipe
 
@@ -173,8 +173,8 @@ class Recipe:
         now = self.identity.fingerprint
         if self.serving is not None and bypass is None:
             return (
-                f"namespace {now.namespace.hex()}: a server knows no more of a dataset than this number, so "
-                "there is nothing to compare with. What other runs have left is found if it has the same"
+                f"namespace {now.namespace.hex()}: a server stores only this number of a dataset, so there "
+                f"is nothing to compare with. Samples of other runs are found if they have the same number"
             )
         kind, created = self.document["class"], self.document["created"]
         return explained_dataset(self.title, kind, now, directory, created, bypass)

@@ -135,7 +135,7 @@ def chosen_remotely(objects: Objects, name: str | None, version: str | int | Non
             if isinstance(error, OptionError):
                 raise
             if time.monotonic() > end:
-                raise MissingSampleError(f"nobody knows which samples are there: {error}") from None
+                raise MissingSampleError(f"cannot tell which samples are there: {error}") from None
         time.sleep(PAUSE)
 
 
@@ -271,8 +271,8 @@ class ServedStore(Store):
             raise MissingSampleError(f"{self._where} cannot be read{_because(unknown)}")
         if length is None and not partial:
             raise MissingSampleError(
-                f"{self._where}: the dataset did not tell its length, so that nobody knows whether all "
-                "samples are there: pass partial=True to have those that are"
+                f"{self._where}: the dataset had no length, so it is unknown whether all samples are "
+                f"there: pass partial=True to serve those that are"
             )
         if len(absent) and not partial:
             raise self._incomplete(absent)
@@ -297,7 +297,7 @@ class ServedStore(Store):
 
     def _faults(self) -> list[Exception]:
         """Why a bucket cannot be asked now."""
-        causes = [getattr(tier, "cause", None) for tier in self.levels.tiers]
+        causes = [tier.cause for tier in self.levels.tiers]
         return [cause for cause in causes if cause is not None]
 
     def _reasons(self) -> list[Exception]:
@@ -308,9 +308,9 @@ class ServedStore(Store):
         if error is not None:
             return MissingSampleError(f"sample {index!r} of {self._where} cannot be read{_because([error])}")
         return MissingSampleError(
-            f"sample {index!r} of {self._where} is missing, or damaged{_because(self._reasons())}. To have "
-            "it there again, call CachedDataset(dataset, path).warmup() where the dataset is; missing() has "
-            "all that are gone, and `torchcache2 verify` names damaged files"
+            f"sample {index!r} of {self._where} is missing, or damaged{_because(self._reasons())}. To "
+            f"restore it, call CachedDataset(dataset, path).warmup() where the dataset is; missing() lists "
+            f"all that are missing, and `torchcache2 verify` names damaged files"
         )
 
     def _incomplete(self, absent: Positions) -> MissingSampleError:
@@ -318,7 +318,7 @@ class ServedStore(Store):
         return MissingSampleError(
             f"{self._where}: {count} samples are not there: "
             f"{ranges_text(absent)}{_because(self._reasons())}. Fill it with CachedDataset(dataset, "
-            "path).warmup() where the dataset is, or pass partial=True to have the others"
+            "path).warmup() where the dataset is, or pass partial=True to serve the others"
         )
 
 
@@ -357,8 +357,8 @@ class _NoDataset:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"CachedDataset(None) has no attribute {name!r}: the folder has the samples of the dataset, but "
-            "not its attributes"
+            f"CachedDataset(None) has no attribute {name!r}: the folder keeps the samples of the dataset, "
+            f"not its attributes"
         )
 
 
@@ -450,7 +450,8 @@ class ServedRecipe(Recipe):
         place, namespace = self.place, self.identity.namespace.hex()
         raise NotCachedError(
             f"clear() would delete the samples of {self.title} in {place}, which nothing here could load "
-            f"again: nothing is deleted. If you want that, `torchcache2 rm {namespace} --dir {place}` does it"
+            f"again, so nothing was deleted. To delete them anyway, run `torchcache2 rm {namespace} --dir "
+            f"{place}`"
         )
 
     def explained(self, directory: CacheDirectory | None, *, is_cached: bool) -> str:

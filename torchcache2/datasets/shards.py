@@ -142,7 +142,7 @@ def _samples_of(dataset: Any) -> int:
     """How many samples the dataset has; `OptionError` if it does not say."""
     length = length_of(dataset)
     if length is None:
-        raise OptionError(f"dataset is of type {type(dataset).__name__}: only what has a len() has shards")
+        raise OptionError(f"dataset is of type {type(dataset).__name__}: expected a dataset with a len()")
     return length
 
 
@@ -163,7 +163,7 @@ def _together_of(mode: str, mine: Place) -> int:
     found = 1 if mode == "rank" else ranks_of_each(*mine)
     if found is None:
         raise OptionError(
-            f"mode={mode!r}: it is not known which of {mine.world_size} ranks are on the machine of rank "
+            f"mode={mode!r}: cannot tell which of {mine.world_size} ranks are on the machine of rank "
             f"{mine.rank}. Start them with torchrun, or set the variable LOCAL_WORLD_SIZE to the number of "
             "ranks on each machine, which has to be the same everywhere. Or use mode='rank'"
         )
@@ -201,8 +201,8 @@ class _Bound:
         if even is not None and self.is_share:
             raise OptionError(
                 f"overflow={overflow!r}, even={even!r}: memory_size={memory_size!r} and "
-                f"disk_size={disk_size!r} have to be bytes, or texts such as '4GB', since a share of what is "
-                "free may be more for one rank than for another"
+                f"disk_size={disk_size!r} have to be bytes, or texts such as '4GB', because a share of the "
+                f"free space may differ between ranks"
             )
         count, room = _samples_of(dataset), _room(path, memory_size, disk_size)
         mean = max(1.0, _mean_size(dataset))
@@ -340,7 +340,7 @@ class LazyShardDataset(Dataset[Any]):
         memory_size, disk_size = _sizes_of(mode, path, memory_size, disk_size, is_served=is_served)
         if is_served and overflow is not None:
             raise OptionError(
-                f"overflow={overflow!r} and backend='redis': it is not known how much fits on a server"
+                f"overflow={overflow!r} and backend='redis': how much fits on a server is unknown"
             )
         mine, count = _place_of(rank, num_replicas), _samples_of(dataset)
         together, ranks = _together_of(mode, mine), mine.world_size
@@ -361,8 +361,8 @@ class LazyShardDataset(Dataset[Any]):
             )
         if mine.rank == 0 and (not shard.is_even or (shard.left_out and bound.is_share)):
             logger.warning(
-                "LazyShardDataset: some of %d ranks have more samples than others, and "
-                "DistributedDataParallel then waits for ever: pass even='drop' or even='repeat'",
+                "LazyShardDataset: some of %d ranks have more samples than others, which makes "
+                "DistributedDataParallel wait forever: pass even='drop' or even='repeat'",
                 ranks,
             )
         self._shard = shard

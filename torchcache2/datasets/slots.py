@@ -215,9 +215,9 @@ class SharedCache:
         region = Region.open(pid, descriptor, inode) if is_alive(pid, start) else None
         if region is None:
             raise RuntimeError(
-                f"the memory of a SharedCache cannot be found in /proc/{pid}: the process that pickled "
-                "it, of the same user and machine, has to keep it until all others have started; and a "
-                "SharedCache cannot be saved to a file"
+                f"the memory of a SharedCache cannot be found in /proc/{pid}: keep it in the process that "
+                f"pickled it (same user, same machine) until all others have started. A SharedCache cannot "
+                f"be saved to a file"
             )
         self.__dict__.update(state)
         self._map(region)
@@ -352,5 +352,5 @@ class SharedCache:
         if value.shape != self._dims or value.dtype != self._dtype:
             raise RuntimeError(
                 f"a value of shape {tuple(value.shape)} and {value.dtype} for slots of shape {self._dims} "
-                f"and {self._dtype}: use .expand or .to if it is to be broadcast or converted"
+                f"and {self._dtype}: use .expand or .to to convert it first"
             )

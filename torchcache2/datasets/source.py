@@ -229,9 +229,7 @@ class Source:
         said = f"{type(self._dataset).__name__}.__getitems__ has given"
         if isinstance(samples, (Mapping, str, bytes)):
             kind = type(samples).__name__
-            raise TypeError(
-                f"{said} a {kind}: a CachedDataset needs a list of samples, which it keeps each alone"
-            )
+            raise TypeError(f"{said} a {kind}: a CachedDataset needs a list with one sample for each index")
         samples = list(samples)
         if len(samples) != len(indices):
             raise RuntimeError(f"{said} {len(samples)} samples for {len(indices)} indices")

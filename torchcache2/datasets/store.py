@@ -125,7 +125,8 @@ class Levels(TierStack):
 
     def absent(self, count: int, enough: float = math.inf) -> Positions:
         """Which of the samples 0 to `count` - 1 have no row, int64 ``(k,)``; `enough` need not be all."""
-        self._look([tier for tier in self._lasting if tier.directory is not None])  # else it costs requests
+        costs_requests = self.settings.bucket is not None
+        self._look([tier for tier in self._lasting if tier.directory is not None and not costs_requests])
         found = [np.empty(0, np.int64)]
         for start in range(0, count, _ASKED_AT_ONCE):
             some = np.arange(start, min(count, start + _ASKED_AT_ONCE))
@@ -385,7 +386,7 @@ class Store:
 
     def _check_steady(self) -> None:
         if self.tally.is_random:
-            raise NotCachedError(f"{self.name} draws random numbers, so that no sample would be kept")
+            raise NotCachedError(f"{self.name} draws random numbers, so no sample would be kept")
 
     def _load(self, indices: Sequence[Any], keys: Keys, drops: int) -> tuple[list[Any], int]:
         """The samples at indices that have these keys, from the source, and the bytes of their rows.
@@ -411,8 +412,8 @@ class Store:
             return True
         self.told(
             "verify",
-            "%s: cached samples differ from what the dataset gives now, such as that at %r: all are "
-            "dropped. Either its data have changed, which version= tells, or it is not deterministic",
+            "%s: the cached sample at %r differs from what the dataset returns now: all samples are "
+            "dropped. Either its data have changed, and so must version=, or it is not deterministic",
             *(self.name, indices[apart[0]]),
         )
         self.levels.clear()
@@ -426,8 +427,8 @@ class Store:
             where = f" ({self.source.unseeded[0]})" if self.source.unseeded else ""
             self.told(
                 "random",
-                "%s draws random numbers%s, so it is not cached: every epoch would get the same ones. Give "
-                "random augmentation to CachedDataset as transform=, which runs after the cache. If the "
+                "%s draws random numbers%s, so it is not cached: every epoch would get the same ones. Move "
+                "random augmentation into transform=, which runs after the cache. If the "
                 "numbers do not matter, or are seeded by the index, pass allow_random=True",
                 *(self.name, where),
             )

@@ -45,7 +45,7 @@ from torchcache2.identity.walk import Lazy
 
 _RACY = 2.0  # seconds; a file may be written again within one tick of the clock of its file system
 _PIECE = 4 << 20
-_WHY: ContextVar[str] = ContextVar("torchcache2_why", default="it is called past the cache")
+_WHY: ContextVar[str] = ContextVar("torchcache2_why", default="it is called without the cache")
 _Status = list[tuple[Any, ...]]
 
 
@@ -317,8 +317,8 @@ class _Lazy:
             if self._expected[key] != self._fresh:
                 self._told(
                     self._fresh.hex(),
-                    "the loader of %s has made another module than before: rows of the two are kept apart. "
-                    "Does it set all weights, and read no other file?",
+                    "the loader of %s made a different module than before, so their rows are kept apart. "
+                    "Check that it sets all weights and reads no other file",
                     listed(self.files),
                 )
             return self._expected[key]

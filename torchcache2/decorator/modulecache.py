@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -10,7 +11,7 @@ import time
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from pathlib import Path
@@ -19,7 +20,8 @@ from typing import Any
 import torch
 
 from torchcache2.core.errors import NotCachedError, OptionError
-from torchcache2.core.logs import logger
+from torchcache2.core.keys import Keys
+from torchcache2.core.logs import logger, shown
 from torchcache2.core.process import AtExit, before_pools_end
 from torchcache2.core.settings import CacheSettings, disabled_by_environment, strict_by_environment
 from torchcache2.core.sizes import is_out_of_memory
@@ -30,7 +32,8 @@ from torchcache2.decorator.forward import Computation, Known, may_check
 from torchcache2.decorator.probe import CallChecks, Probes
 from torchcache2.decorator.traces import given_back
 from torchcache2.decorator.tracing import Runner, is_traced, turns_grad_off
-from torchcache2.decorator.warmup import warm_up
+from torchcache2.decorator.warmup import arguments_of, warm_up
+from torchcache2.engine.ahead import Ahead, Loop
 from torchcache2.engine.batch import Checks, NotStoredError, WrongRowsError
 from torchcache2.engine.cache import Cache, now
 from torchcache2.engine.collective.exchange import apart
@@ -45,6 +48,7 @@ from torchcache2.identity.marks import ADDED_ATTRIBUTE
 from torchcache2.identity.namespace import History, NamespaceKeeper
 
 Plain = Callable[..., Any]
+_CPU = torch.device("cpu")
 _MANY = 1000  # items that are missed before a hint says why none was found
 
 
@@ -105,6 +109,7 @@ class ModuleCache:
         self.engine: Cache = Cache(bytes(16), settings, tiers=tiers)
         self.engine.face, self.engine.must_stack = weakref.ref(self), settings.probe
         self._owner: _Owner = beside._owner if beside is not None else _Owner(history)
+        self._loops: list[Loop] = []  # over batches whose rows are read ahead
         self.kept: list[ModuleCache] = []  # those of other methods, if nothing else refers to them
         self.on_first_call: Callable[[Any], None] | None = None  # gets the object
         self._tell_missed: AtExit | None = None  # that another method was called, and this one never
@@ -241,6 +246,84 @@ class ModuleCache:
 
     warmup = warm_up  # a method, which is documented where it is written
 
+    def ahead(
+        self,
+        loader: Iterable[Any],
+        batches: int = 2,
+        *,
+        inputs: Callable[[Any], Any] | None = None,
+        method: str | None = None,
+    ) -> Ahead:
+        """The batches of a loader, while rows of those that come next are read in the background.
+
+        Rows on disk, on Redis servers or in a bucket are then in memory when the forward asks for them, so
+        that an epoch takes as long as its steps or its reading, whichever takes longer. They take the room
+        of so many batches besides the memory cache. What is not found is computed as ever, and so is all
+        if calls cannot be cached. With ``distributed="collective"`` nothing is read ahead.
+
+        The batches come unchanged and in order. The loader is asked for them in the thread of the loop, some
+        batches early: each has to have memory of its own, as those of a `DataLoader` do. Any number of
+        loops, of several threads too, may run at once. Leaving a loop ends its thread.
+
+        Parameters
+        ----------
+        loader : DataLoader or other iterable of batches
+            What is returned has its length and attributes, so that trainers take it in the loader's place.
+        batches : int
+            How many batches are asked for early.
+        inputs : callable, optional
+            ``inputs(batch)`` gives the arguments of the forward, as in `warmup`. Batches of which something
+            else is asked for are read in vain, which ends after four of them with a warning.
+        method : str, optional
+            The method that is called, if several of an object are cached.
+
+        Examples
+        --------
+        >>> from torchcache2 import torchcache
+        >>> backbone = torchcache(torch.nn.Linear(4, 2)).eval().requires_grad_(False)
+        >>> loader = torch.utils.data.DataLoader(torch.rand(10, 4), batch_size=5)
+        >>> for images in backbone.cache_instance.ahead(loader):
+        ...     features = backbone(images)
+        """
+        cache = self.of(method)
+        if type(batches) is not int or batches < 1:
+            raise OptionError(f"batches={shown(batches)}: expected an int of at least 1")
+        if not isinstance(loader, Iterable):
+            raise OptionError(
+                f"loader={shown(loader)}: expected a DataLoader, or another iterable of batches"
+            )
+        arguments = functools.partial(arguments_of, inputs=inputs)
+        return Ahead(loader, batches, arguments, cache._begin_loop, cache._end_loop)
+
+    def _begin_loop(self) -> Loop:
+        """A loop whose batches the next calls will ask for."""
+        loop = Loop(self.engine.tell, self.name)
+        if self.engine.collective is not None:
+            text = "%s: nothing is read ahead, as ranks that call in step look up their batches together"
+            self.engine.tell("ahead", text, self.name)
+            return loop
+        self.engine.tiers.rooms.append(loop.room)
+        self._loops.append(loop)
+        return loop
+
+    def _end_loop(self, loop: Loop) -> None:
+        """End a loop. It takes no lock, as the garbage collector may call it at any point."""
+        loop.end()
+        with contextlib.suppress(ValueError):  # it reads nothing
+            self._loops.remove(loop)
+            self.engine.tiers.rooms.remove(loop.room)
+
+    def _keys_of(
+        self, namespace: bytes, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Callable[[], Keys]:
+        """What makes the keys of a call, in any thread; those of tensors elsewhere are made now."""
+        call = self._known.signature.bind(args, kwargs)
+        make = functools.partial(self._known.keys, namespace, call)
+        if all(tensor.device == _CPU for _, tensor in call.leaves):
+            return make
+        keys = make()  # on the stream of the caller, which may have the batch on its way
+        return lambda: keys
+
     def description(self, namespace: bytes) -> dict[str, Any]:
         """What a namespace of this cache stands for, as JSON, for people and `explain`."""
         document = self.engine.document()
@@ -282,7 +365,7 @@ class ModuleCache:
         if self.on_first_call is None or not self.settings.enabled or disabled_by_environment():
             return
         text = (
-            f"{self.name}: nothing is cached, as only calls of forward would be, and only {other} is "
+            f"{self.name}: nothing was cached: only calls of forward are, and only {other} is "
             f"called; torchcache(model, methods=({other!r},)) caches that"
         )
         if self._is_strict():
@@ -409,6 +492,9 @@ class ModuleCache:
         keys = known.keys(seen.namespace, call)
         if not keeper.holds():  # bytes of weights that have come with the keys show an edit
             return self._computation(root, forward, args, kwargs)
+        for loop in [*self._loops]:  # now it is known how the next calls will be made
+            read = functools.partial(self.engine.tiers.read_ahead, self.engine.tiers.tiers)
+            loop.bring(functools.partial(self._keys_of, seen.namespace), read)
         is_alike = len(self._calls) > 0 and self._calls[-1].group == keys.group
         self._calls.append(self._calls[-1] if is_alike else CallSeen.of(keys, call))
         if known.random and known.random.reason(context := known.context(seen.namespace, call)):
@@ -513,9 +599,9 @@ class ModuleCache:
             self._drop(namespace)
         self.engine.tell(
             "edited",
-            "%s: weights were edited through .data or numpy, which leaves no sign, so it was noticed some "
-            "calls later. Rows that may be wrong are dropped. After such an edit, call "
-            ".cache_instance.refresh(); one in place, under torch.no_grad(), is noticed at once",
+            "%s: weights were edited through .data or numpy, which torch does not record, so the edit was "
+            "noticed some calls later. Rows that may be wrong are dropped. After such an edit, call "
+            ".cache_instance.refresh(); edits in place, under torch.no_grad(), are noticed at once",
             self.name,
         )
 
@@ -523,7 +609,7 @@ class ModuleCache:
         """The object or function; raises `ReferenceError` if it does not exist any more."""
         root = self.root
         if root is None:
-            text = "the module of this cache does not exist any more, or was not called since it was loaded"
+            text = "the module of this cache no longer exists, or was not called since it was loaded"
             raise ReferenceError(text)
         return root
 

@@ -122,8 +122,8 @@ def _warmed_up(
         return WarmupStats(0, 0, 0.0, 0)
     if where.rank == 0 and getattr(root, "training", False):
         logger.warning(
-            "%s: it is warmed up in training mode, and its rows will be found in that mode only; "
-            "call .eval() first if it is to be used in that mode",
+            "%s: it is warmed up in training mode, and its rows are found in training mode only; for "
+            "evaluation, call .eval() first",
             name,
         )
     progress = Progress(
@@ -140,7 +140,7 @@ def _warmed_up(
         random.restore()
         progress.close()
     if progress.batches == 0 and share.items != 0 and where.rank == 0:
-        raise OptionError("data is empty: it has given no batch. Has somebody else read it to its end?")
+        raise OptionError("data is empty: it gave no batch. Was it read to its end before?")
     self.flush()
     return progress.stats()
 
@@ -148,7 +148,7 @@ def _warmed_up(
 def _warm(cache: Any, root: Any, batch: Any, inputs: Callable[[Any], Any] | None, progress: Progress) -> None:
     """Have the items of one batch computed, those that are not there."""
     name = cache.name
-    args, kwargs = _arguments(batch, inputs)
+    args, kwargs = arguments_of(batch, inputs)
     if progress.batches == 0:
         _check_arguments(name, root, cache.method, batch, args, kwargs)
     args, kwargs = _moved((args, kwargs), root)
@@ -170,7 +170,7 @@ def _warm(cache: Any, root: Any, batch: Any, inputs: Callable[[Any], Any] | None
             raise BypassError(reason, cache.reasons[reason]).as_error(name)
 
 
-def _arguments(batch: Any, inputs: Callable[[Any], Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments_of(batch: Any, inputs: Callable[[Any], Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments for a batch of samples, by position and by name."""
     if inputs is not None:
         given = inputs(batch)

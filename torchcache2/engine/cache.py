@@ -375,7 +375,7 @@ class Cache:
     def do_without(self, items: int, error: Exception) -> None:
         """Count items that are computed past the cache because there is no memory for its own work."""
         self.counters.add(misses=items)
-        text = "%s: there is no memory for the cache's own work, so the items are only computed: %s"
+        text = "%s: not enough memory for the cache, so these items are computed without it: %s"
         self.tell("own memory", text, self.name, str(error))
 
     def relieve(self, error: torch.cuda.OutOfMemoryError) -> None:
@@ -385,8 +385,8 @@ class Cache:
             torch.cuda.empty_cache()
             self.tell(
                 "memory",
-                "%s: the forward has found no memory on its device, so the cache has given back all that its "
-                "rows took there, %s. To keep fewer of them, lower max_memory_cache_size; "
+                "%s: the forward ran out of memory on its device, so the cache freed all its rows there, "
+                "%s. To keep fewer of them, lower max_memory_cache_size; "
                 "memory_cache_device='cpu' keeps them on the host",
                 *(self.name, size_text(freed)),
             )

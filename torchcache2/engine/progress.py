@@ -60,7 +60,8 @@ class Progress:
         total: int | None,
         *,
         is_shown: bool,
-        advice: str = "What does not fit is computed at each call: raise the budgets, or set cache_dtype",
+        advice: str = "Items that do not fit are computed at each call: raise the budgets, or set "
+        "cache_dtype",
     ) -> None:
         self.batches = 0
         self.items = 0
@@ -123,7 +124,7 @@ class Progress:
         each = f"{size_text(self._row_bytes)} an item, {rate:,.0f} items/s"
         mine, total = self._mine, self._total
         if mine is None or total is None:
-            return f"{each}; how many items there are is not known"
+            return f"{each}; the number of items is unknown"
         lines, shares = [], []
         for tier in self._tiers.tiers:
             # All ranks fill a folder together, those of a machine the memory that they share.

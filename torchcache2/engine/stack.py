@@ -17,6 +17,7 @@ from torchcache2.core.process import ProcessLock
 from torchcache2.core.rows import Parts, Rows, merged
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import is_out_of_memory
+from torchcache2.engine.ahead import Room
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.tiers.base import Found, Tier, claim_in
 from torchcache2.tiers.claims import Claim
@@ -102,6 +103,7 @@ class TierStack:
         self._lock = ProcessLock(threading.RLock)  # the garbage collector may close a cache at any point
         self._users = Users()  # tiers refer to these only: they would keep a stack alive
         self._tiers: Sequence[Tier] = ()
+        self.rooms: list[Room] = []  # rows that were read ahead
         self._drops: dict[bytes, object] = {}  # a new object after each drop of a namespace
         self._drops_forgotten = object()  # a new object each time that `_drops` is emptied
         self._finalizer: Any = None
@@ -139,11 +141,35 @@ class TierStack:
 
         Each tier is asked for what the faster ones do not have, and what it has is offered to them.
         """
-        return Found(merged(list(chain.from_iterable(self.found(keys)))))
+        ahead = next((parts for room in [*self.rooms] if (parts := room.get(keys))), [])
+        if not ahead:
+            return Found(merged(list(chain.from_iterable(self.found(keys)))))
+        missing = np.ones(len(keys), bool)
+        for positions, _ in ahead:
+            missing[positions] = False
+        rest = np.flatnonzero(missing)
+        if len(rest):
+            others = chain.from_iterable(self.found(keys.take(rest)))
+            ahead = merged([*ahead, *((rest[positions], rows) for positions, rows in others)])
+        return Found(ahead)
 
     def found(self, keys: Keys) -> list[Parts]:
         """The parts that `get` merges, of each tier that was asked."""
-        tiers, before = self.tiers, self._last_drop(keys.namespace)
+        return self._found(self.tiers, keys)
+
+    def read_ahead(self, tiers: Sequence[Tier], keys: Keys, room: Room, batch: Any) -> None:
+        """Read the rows of a batch to come into a room, unless memory has all of them.
+
+        It takes the tiers of a call, as later ones would be made anew once the last cache is closed.
+        """
+        before = self._last_drop(keys.namespace)
+        if len(tiers) > 1 and not tiers[0].has(keys).all():
+            room.put(batch, keys, merged(list(chain.from_iterable(self._found(tiers, keys)))))
+            if self._last_drop(keys.namespace) != before:
+                room.drop(keys.namespace)
+
+    def _found(self, tiers: Sequence[Tier], keys: Keys) -> list[Parts]:
+        before = self._last_drop(keys.namespace)
         found = [list(tiers[0].get(keys).parts)]
         for depth, tier in enumerate(tiers[1:], start=1):
             if sum(len(rows) for parts in found for _, rows in parts) == len(keys):
@@ -222,8 +248,9 @@ class TierStack:
         """Delete the rows of a namespace everywhere."""
         # The slowest tier comes first: rows that `get` has read from it before are then either in a faster
         # tier already, which comes next, or are not offered any more.
-        for tier in reversed(self.tiers):
-            tier.drop(namespace)
+        places: list[Tier | Room] = [*reversed(self.tiers), *self.rooms]
+        for place in places:
+            place.drop(namespace)
             if len(self._drops) >= _MOST_DROPS:
                 self._drops_forgotten = object()  # first, as `_last_drop` reads it last
                 self._drops = {}

@@ -46,17 +46,16 @@ class CacheStats:
     memory_bytes : int
         Bytes that the memory tier has allocated.
     disk_rows : int
-        Rows on disk, or waiting to be written, of the namespaces that were asked for, of all caches that
-        share the budget.
+        Rows on disk, in the bucket below, or waiting to be written, of the namespaces that were asked for, of
+        all caches that share the budget.
     disk_bytes : int
         Bytes of the whole cache directory; 0 before the first rows are sealed there.
     disk_evictions : int
         Rows that were deleted from the directory to make room.
     remote_rows : int
-        Rows on Redis servers, whoever put them; or in a bucket and not on disk, of the namespaces that were
-        asked for.
+        Rows on Redis servers, whoever put them.
     remote_bytes : int
-        Bytes of memory that the servers use, or of those namespaces in the bucket.
+        Bytes of memory that the servers use.
     remote_evictions : int
         Rows that the servers have forgotten to make room.
     bytes_up, bytes_down : int
@@ -117,12 +116,11 @@ class CacheStats:
         bypasses = ", ".join(f"{reason} {count:,}" for reason, count in self.bypasses.items())
         on_disk = f"{size_text(self.disk_bytes)} in the directory" if self.disk_bytes else "not sealed yet"
         evicted = f", {self.remote_evictions:,} evicted" if self.remote_evictions else ""
-        where = "on disk or remote" if self.remote_bytes else "on disk"
         waited = f"{self.waited:,} rows that other ranks computed; {self.taken_over:,} were taken over"
         exchanged = f"{self.received:,} rows received and {self.sent:,} sent in {self.exchange_seconds:.2f} s"
         remote = f"{self.remote_rows:,} rows, {size_text(self.remote_bytes)}{evicted}"
         sent = f"{size_text(self.bytes_up)} to the bucket, {size_text(self.bytes_down)} from there"
-        faults = f"{self.faults:,} {where}, and {self.corrupt:,} damaged rows or files"
+        faults = f"{self.faults:,} of disk, server or bucket, and {self.corrupt:,} damaged rows or files"
         saved = _UNKNOWN if self.seconds_saved is None else f"{self.seconds_saved:.2f} s (estimated)"
         lines: list[tuple[str, str, object]] = [
             ("hits", f"{self.hits:,} ({self.hit_rate:.1%})", True),

@@ -18,6 +18,10 @@ class NewerFormatError(UnreadableError):
     """A segment or a directory of another version of the format, mostly a later one."""
 
 
+class AwayError(OSError):
+    """Bytes of a bucket that fails now, of which the user was told."""
+
+
 class TooLargeError(UnreadableError):
     """A segment with rows of more bytes than the reader allows."""
 

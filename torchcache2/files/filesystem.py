@@ -235,11 +235,25 @@ class FileSystem:
     Attributes
     ----------
     is_remote : bool
-        Whether `will_need` is to be called for all that a batch reads before the first read of it, and not
-        only once a read has taken long.
+        Whether files may be away; see `is_away`.
     """
 
     is_remote = False
+
+    def is_away(self, file: Descriptor) -> bool:
+        """Whether bytes of a file may have to come over a network.
+
+        Then `will_need` is to be called for all that a batch reads of it before the first read.
+        """
+        return False
+
+    def has_elsewhere(self, path: str) -> bool:
+        """Whether a file is somewhere else too, from where it comes if it is damaged or not here."""
+        return False
+
+    def doubt(self, path: str) -> bool:
+        """Have a damaged file come again; False if it is nowhere else, or has come again before."""
+        return False
 
     def open(self, path: str) -> Descriptor:
         """Open a regular file for reading; never waits.

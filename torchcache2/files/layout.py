@@ -319,7 +319,10 @@ def read_head(fs: FileSystem, path: str) -> tuple[bytes, int]:
     """The head of a segment, not checked yet, and the size of the file."""
     file = fs.open(path)
     size = fs.size(file)
-    first = fs.read_bytes(file, 0, min(size, _FIRST_READ))
+    buffer = bytearray(min(size, _FIRST_READ))
+    first = bytes(buffer[: fs.read(file, [buffer], 0)])  # the rest need not be here
+    if len(first) < 8:
+        first = fs.read_bytes(file, 0, min(size, 8))
     while (needed := head_size(first, size)) > len(first):
         first += fs.read_bytes(file, len(first), needed - len(first))
     return first[:needed], size

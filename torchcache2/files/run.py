@@ -152,7 +152,7 @@ class Run:
         begun = time.perf_counter()
         for number, offset in enumerate(offsets):
             is_slow = number == _TIMED and time.perf_counter() - begun > _TIMED * _SLOW
-            if number == 0 if fs.is_remote else is_slow:
+            if number == 0 if fs.is_away(file) else is_slow:
                 for other in offsets[number:]:
                     fs.will_need(file, other, size)
             buffer = view[number * size : number * size + size]

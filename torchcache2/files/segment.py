@@ -271,24 +271,6 @@ class Segment:
         `OptionError` if the codec is not installed.
         """
         head, size = read_head(fs, path)
-        return cls.of_head(fs, descriptors, path, head, size=size, limit=limit, structured=structured)
-
-    @classmethod
-    def of_head(
-        cls,
-        fs: FileSystem,
-        descriptors: Descriptors,
-        path: str,
-        head: bytes,
-        *,
-        limit: int,
-        size: int | None = None,
-        structured: bool = True,
-    ) -> Segment:
-        """The same from the bytes before the rows, of a segment that need not be in its path.
-
-        It must have `size` bytes; None: as many as the head states.
-        """
         layout, index = parse_head(head, size, limit, structured=structured)
         return cls(fs, descriptors, path, layout, len(head), index)
 
@@ -335,6 +317,13 @@ class Segment:
         distinct, inverse = np.unique(shapes, axis=0, return_inverse=True)
         for i, extents in enumerate(distinct.tolist()):
             yield self._schema_of(extents), np.flatnonzero(inverse.reshape(-1) == i)
+
+    def is_away(self) -> bool:
+        """Whether rows may have to come over a network."""
+        try:
+            return self.fs.is_remote and self.fs.is_away(self._descriptors.get(self.path))
+        except OSError:  # reading will meet the same error
+            return False
 
     def read_ahead(self, rows: Array) -> None:
         """Have the system read rows ahead: numbers of rows, shape ``(m,)``."""

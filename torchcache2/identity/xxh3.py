@@ -145,14 +145,14 @@ class DeviceDigests:
         self._refused.add(device)
         self._told(
             f"wrong {device}",
-            "digests that are computed on %s are not those of xxhash, so that keys are computed on the host. "
+            "digests that are computed on %s are not those of xxhash, so keys are computed on the host. "
             "Please report this, with the name of the device and the versions of torch (%s) and Triton",
             *(device, torch.__version__),
         )
         return False
 
     def _tell(self, device: torch.device, why: str) -> None:
-        text = "keys of tensors on %s are computed on the host, to which they are copied: %s"
+        text = "tensors on %s are copied to the host, where their keys are computed: %s"
         self._told(f"host {device}", text, device, why, log=logger.info)
 
 

@@ -109,6 +109,11 @@ class Tier(abc.ABC):
     is_shared: ClassVar[bool] = False
     directory: CacheDirectory | None = None
 
+    @property
+    def cause(self) -> Exception | None:
+        """Why a bucket is left out now, whose rows the tier has otherwise; None if it is not."""
+        return None
+
     @abc.abstractmethod
     def get(self, keys: Keys) -> Found:
         """The rows of those keys that are here."""

@@ -48,6 +48,11 @@ class Gathering(Tier):
         """That of the tier behind."""
         return self._tier.budget
 
+    @property
+    def cause(self) -> Exception | None:
+        """That of the tier behind."""
+        return self._tier.cause
+
     def _start_anew(self) -> None:
         self._pid = os.getpid()
         self._dropped = self._drops()
@@ -96,10 +101,6 @@ class Gathering(Tier):
         if is_enough or time.monotonic() - self._since > _LONGEST:
             self.hand_on()
         return kept
-
-    def offer(self, keys: Keys, rows: Rows) -> int:
-        """Keep rows that a slower tier has; see `DiskTier.offer`."""
-        return 0 if self._tier.mirrored else super().offer(keys, rows)
 
     def drop(self, namespace: bytes) -> None:
         """Forget every row of a namespace."""

@@ -22,9 +22,8 @@ from torchcache2.files.errors import NewerFormatError
 from torchcache2.files.filesystem import FileSystem
 from torchcache2.files.removal import used_bytes
 from torchcache2.tiers.base import Signals, Tier
-from torchcache2.tiers.bucket.mirror import Mirror
 from torchcache2.tiers.bucket.objects import Objects
-from torchcache2.tiers.bucket.tier import RemoteTier
+from torchcache2.tiers.bucket.source import BucketSource
 from torchcache2.tiers.disk.scratch import Scratch
 from torchcache2.tiers.disk.tier import DiskTier
 from torchcache2.tiers.gathering import Gathering
@@ -112,7 +111,7 @@ def make_tiers(
     elif settings.is_persistent:
         try:
             if settings.bucket is not None:
-                tiers += _mirrored(settings, settings.bucket, opened, queue, in_use, description, job)
+                tiers.append(_mirrored(settings, settings.bucket, opened, queue, in_use, description, job))
             else:
                 tiers.append(_disk(settings, queue, in_use, description, job))
         except OSError as error:
@@ -147,8 +146,8 @@ def make_levels(
             tiers.append(SharedTier(job, budget, in_use, spills=True, is_copied=True))
         except SharingError as error:
             warn(
-                "samples are kept in the memory of each process, as they cannot share it (%s): n workers "
-                "have an nth part of %s each, and find only what they have loaded themselves",
+                "processes cannot share memory (%s), so each keeps its own samples: n workers get an nth "
+                "part of %s each, and find only what they loaded themselves",
                 *(str(error), size_text(budget // ranks_here())),
             )
             memory = MemoryTier(budget // ranks_here(), in_use=in_use, spills=True, among=_workers)
@@ -163,7 +162,9 @@ def make_levels(
             if settings.bucket is not None:
                 options["gather"] = lambda disk: Gathering(disk, signals.drops)
                 options["job"] = job
-                tiers += _mirrored(settings, settings.bucket, opened, queue, in_use, description, **options)
+                tiers.append(
+                    _mirrored(settings, settings.bucket, opened, queue, in_use, description, **options)
+                )
             else:
                 disk = _disk(settings, queue, in_use, description, job, is_worker, **options)
                 tiers.append(Gathering(disk, signals.drops))
@@ -179,7 +180,9 @@ def _memory(
         try:
             return SharedTier(job, budget, in_use, description, spills=settings.is_persistent)
         except SharingError as error:
-            logger.warning("each rank has a memory cache of its own, as they cannot share: %s", str(error))
+            logger.warning(
+                "each rank has its own memory cache, because they cannot share one: %s", str(error)
+            )
     device = settings.memory_cache_device
     device = None if device is None else torch.device(device)
     return MemoryTier(budget, settings.policy, device, in_use, spills=settings.is_persistent)
@@ -217,43 +220,36 @@ def _mirrored(
     gather: Callable[[DiskTier], Tier] = lambda disk: disk,
     writes: bool = True,
     **options: Any,
-) -> list[Tier]:
-    """A folder, what `gather` puts in front of it, and the bucket behind it."""
-    mirrors = weakref.WeakSet[Mirror]()  # the folder must not keep the mirror alive, which refers to it
+) -> Tier:
+    """A folder with a bucket below it, and what `gather` puts in front of it."""
+    fronts = list[weakref.ref[Tier]]()  # the bucket must not keep what refers to it alive
 
-    def sealed() -> None:
-        for one in mirrors:
-            one.wake()
+    def flush_first() -> None:
+        for front in fronts:
+            if (alive := front()) is not None:
+                alive.flush()
 
     with contextlib.ExitStack() as stack:
         if objects is not None:
             stack.callback(objects.close)
         scratch = Scratch(job) if bucket.local_dir is None else None
         path = scratch.path if scratch is not None else str(bucket.local_dir)
-        is_temporary = scratch is not None
-        options |= {"mirrored": True, "temporary": is_temporary, "sealed": sealed}
-        disk = _folder(settings, path, queue, in_use, description, **options)
-        front = gather(disk)
-        stack.pop_all()
-
-    def mirror(objects: Objects) -> Mirror:
-        made = Mirror(
-            objects, disk.directory, disk.budget, front.flush, uploads=writes, temporary=is_temporary
+        options["temporary"] = is_temporary = scratch is not None
+        options["closed"] = None if scratch is None else scratch.remove
+        source = BucketSource(
+            bucket,
+            path,
+            disk_budget(settings, path),
+            objects=objects,
+            signals=options.get("signals"),
+            uploads=writes,
+            flush_first=flush_first,
+            temporary=is_temporary,
         )
-        mirrors.add(made)
-        return made
-
-    remote = RemoteTier(
-        bucket,
-        disk.directory,
-        disk.budget,
-        budget=disk.budget,
-        signals=options.get("signals"),
-        objects=objects,
-        mirror=mirror,
-        closed=None if scratch is None else scratch.remove,
-    )
-    return [front, remote]
+        front = gather(_folder(settings, path, queue, in_use, description, bucket=source, **options))
+        fronts.append(weakref.ref(front))
+        stack.pop_all()
+    return front
 
 
 def _folder(

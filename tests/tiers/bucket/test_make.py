@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from tests.helpers.buckets import bucket
 from torchcache2 import CachedDataset, CacheSettings, torchcache
-from torchcache2.tiers.bucket.tier import RemoteTier
 from torchcache2.tiers.disk.tier import DiskTier
 from torchcache2.tiers.make import make_tiers
 
@@ -73,9 +72,9 @@ def test_a_module_finds_what_another_process_has_computed(tmp_path):
 def test_the_tiers_of_a_bucket(tmp_path, temporary):
     made = bucket("memory", tmp_path)
     tiers = make_tiers(CacheSettings(persistent_cache_dir=made.url), set, lambda namespace: {})
-    _, disk, remote = tiers
-    assert isinstance(disk, DiskTier) and disk.mirrored and isinstance(remote, RemoteTier)
-    assert len(os.listdir(temporary)) == 1 and remote.bucket.url == made.url
+    _, disk = tiers
+    assert isinstance(disk, DiskTier) and disk.bucket.objects.bucket.url == made.url
+    assert len(os.listdir(temporary)) == 1
     for tier in tiers:
         tier.close()
     assert os.listdir(temporary) == []

@@ -14,17 +14,15 @@ import pytest
 
 from tests.helpers import warm
 from tests.helpers.buckets import bucket, opened, proxied
+from tests.helpers.remote import mirrored_disk, reader
 from tests.helpers.storage import (
     NAMESPACES,
-    NEVER,
     ReadOnly,
     Unsynced,
     fill,
     found,
-    keys_of,
     put,
     refuse,
-    rows_of,
     seal,
     segments,
     size_of,
@@ -34,10 +32,7 @@ from tests.helpers.storage import (
 from torchcache2.files.directory import FINGERPRINT, MIRROR, TAG, TAG_TEXT, CacheDirectory
 from torchcache2.tiers.bucket.mirror import Mirror, MirrorLock
 from torchcache2.tiers.bucket.objects import Objects
-from torchcache2.tiers.bucket.tier import RemoteTier
 from torchcache2.tiers.disk.sealing import AwaitedUploads
-from torchcache2.tiers.disk.tier import DiskTier
-from torchcache2.tiers.gathering import Gathering
 
 FOLDER = NAMESPACES[0].hex()
 WIDTH, ROWS = 1000, 10  # 40 kB a segment
@@ -69,7 +64,7 @@ class Slow(Objects):
 def mirrored(objects, path, budget=10**7, fs=None, mirror_fs=None, **options):
     """A disk tier and the mirror of its folder."""
     fs = Unsynced() if fs is None else fs
-    disk = DiskTier(path, budget, codec="none", delay=NEVER, mirrored=True, fs=fs)
+    disk = mirrored_disk(path, budget, fs=fs)
     directory = disk.directory if mirror_fs is None else CacheDirectory(str(path), mirror_fs)
     options = {"pause": 0.01, "silence": 5.0} | options
     mirror = Mirror(objects, directory, budget, disk.flush, **options)
@@ -115,7 +110,7 @@ def check_whole(bucket, tmp_path, numbers):
     """Assert that the bucket alone has all rows, and that its listing is that of a cache directory."""
     with opened(bucket) as objects:
         assert TAG in there(objects, "")
-        tier = RemoteTier(bucket, DiskTier(tmp_path / f"empty-{len(os.listdir(tmp_path))}").directory)
+        tier = reader(bucket, tmp_path / f"empty-{len(os.listdir(tmp_path))}")
         wanted = names_of(numbers)
         assert found(tier, wanted, WIDTH) == sorted(wanted)
         tier.close()
@@ -134,7 +129,7 @@ def test_a_bucket_becomes_what_the_folder_is_and_another_folder_what_the_bucket_
             assert there(objects) == {**files, FINGERPRINT: len(text)}
             assert there(objects, "") == {TAG: len(TAG_TEXT)}
             assert heads(tmp_path / "one") == sorted(files)
-        tier = RemoteTier(place, DiskTier(tmp_path / "two").directory)
+        tier = reader(place, tmp_path / "two")
         assert len(found(tier, names_of(range(3)), WIDTH)) == 3 * ROWS
         with mirrored(objects, tmp_path / "two") as (disk, mirror):
             assert found(disk, names_of([5])) == []  # from now on the namespace is in use
@@ -227,7 +222,7 @@ def test_uploaded_segments_make_room_and_others_never_do(slow, path, tmp_path, m
 def test_who_waits_for_room_gives_up_if_nobody_uploads(path, monkeypatch, log):
     monkeypatch.setattr(AwaitedUploads, "pause", 0.005)
     monkeypatch.setattr(AwaitedUploads, "silence", 0.1)
-    disk = DiskTier(path, 10 * SEGMENT, codec="none", delay=NEVER, mirrored=True, fs=Unsynced())
+    disk = mirrored_disk(path, 10 * SEGMENT)
     for number in range(12):
         put(disk, [(number, row) for row in range(ROWS)], WIDTH)
         disk.flush()
@@ -242,7 +237,7 @@ def test_the_least_recently_used_goes_first_whoever_uses_it(slow, path, policy):
     fill(path, 3, namespace=NAMESPACES[1])
     oldest = segments(path, NAMESPACES[0])[0], segments(path, NAMESPACES[1])[0]
     fill(path, 3, namespace=NAMESPACES[2])
-    disk = DiskTier(path, 10 * SEGMENT, policy, codec="none", delay=NEVER, mirrored=True, fs=Unsynced())
+    disk = mirrored_disk(path, 10 * SEGMENT, policy)
     assert len(found(disk, names_of(range(3)), WIDTH)) == 3 * ROWS  # which is in use, and just was
     Path(f"{segments(path, NAMESPACES[1])[1]}.head").write_bytes(b"")
     Path(f"{segments(path, NAMESPACES[0])[1]}.head").write_bytes(b"")
@@ -251,15 +246,6 @@ def test_the_least_recently_used_goes_first_whoever_uses_it(slow, path, policy):
     assert not unused[1].exists() and all(file.exists() for file in (*oldest, *used, unused[2]))
     seal_some(disk, range(11, 12))
     assert not used[1].exists() and all(file.exists() for file in (*oldest, used[2], unused[2]))
-    disk.close()
-
-
-def test_nothing_of_the_bucket_is_written_into_new_segments(path):
-    disk = DiskTier(path, codec="none", delay=NEVER, mirrored=True, fs=Unsynced())
-    for tier in (disk, Gathering(disk)):
-        assert tier.offer(keys_of([1]), rows_of([1], 4)) == 0
-        tier.flush()
-    assert segments(path) == []
     disk.close()
 
 
@@ -285,14 +271,14 @@ SCRIPT = """
 import sys, time
 from tests.helpers.buckets import Bucket
 from tests.helpers.storage import *
-from torchcache2.tiers.disk.tier import DiskTier
+from tests.helpers.remote import mirrored_disk
 from torchcache2.tiers.bucket.connection import Connection
 from torchcache2.tiers.bucket.mirror import Mirror
 from torchcache2.tiers.bucket.objects import Objects
 import json
 path, url, options, what = sys.argv[1:]
 objects = Objects(Bucket.of(url, storage_options=json.loads(options)))
-disk = DiskTier(path, codec="none", delay=NEVER, mirrored=True)
+disk = mirrored_disk(path)
 mirror = Mirror(objects, disk.directory, 10**7, disk.flush, pause=0.01)
 mirror.begin()
 if what == "fork":
@@ -488,9 +474,8 @@ def test_what_this_process_has_sealed_goes_up_at_once(tmp_path):
     with opened(bucket("file", tmp_path)) as objects:
         directory = CacheDirectory(str(tmp_path / "cache"), Unsynced())
         mirror = Mirror(objects, directory, 10**7, pause=60.0)
-        disk = DiskTier(
-            directory.path, codec="none", delay=NEVER, mirrored=True, fs=directory.fs, sealed=mirror.wake
-        )
+        disk = mirrored_disk(directory.path)
+        disk.bucket.wake = mirror.wake
         mirror.begin()
         try:
             for number in range(2):
@@ -513,7 +498,7 @@ def filled(tmp_path):
         with mirrored(objects, tmp_path / "first") as (disk, mirror):
             seal_some(disk, range(4))
             mirror.flush()
-        tier = RemoteTier(place, DiskTier(tmp_path / "cache").directory)
+        tier = reader(place, tmp_path / "cache")
         assert len(found(tier, names_of(range(4)), WIDTH)) == 4 * ROWS
         tier.close()
         yield objects, tmp_path / "cache", segments(tmp_path / "first")

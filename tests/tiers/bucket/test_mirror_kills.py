@@ -8,13 +8,12 @@ from pathlib import Path
 
 from tests.helpers import warm
 from tests.helpers.buckets import bucket, opened
-from tests.helpers.storage import NAMESPACES, NEVER, Unsynced, found, seal, segments, size_of
+from tests.helpers.remote import mirrored_disk, reader
+from tests.helpers.storage import NAMESPACES, found, seal, segments, size_of
 from torchcache2.core.places import Bucket
 from torchcache2.tiers.bucket.mirror import Mirror
 from torchcache2.tiers.bucket.objects import Objects
-from torchcache2.tiers.bucket.tier import RemoteTier
 from torchcache2.tiers.disk.sealing import AwaitedUploads
-from torchcache2.tiers.disk.tier import DiskTier
 
 CYCLES = 40 if os.environ.get("SOAK") else 3
 IMPORTS = ("s3fs", "gcsfs.core", "tests.helpers.buckets")  # as other tests have them
@@ -40,7 +39,7 @@ def fill_for_ever(path, url, first):
 
 def opened_stack(path, place):
     objects = Objects(place)
-    tier = DiskTier(path, BUDGET, codec="none", delay=NEVER, mirrored=True, fs=Unsynced())
+    tier = mirrored_disk(path, BUDGET)
     mirror = Mirror(objects, tier.directory, BUDGET, tier.flush, pause=0.002)
     mirror.begin()
     return tier, mirror, objects
@@ -77,7 +76,7 @@ def test_killed_processes_lose_nothing_that_was_sealed(tmp_path):
     check_heads(path, objects)
     assert size_of(path) <= BUDGET + 3 * ROWS * WIDTH * 4
     objects.close()
-    remote = RemoteTier(place, DiskTier(tmp_path / "empty").directory)
+    remote = reader(place, tmp_path / "empty")
     names = [(number, row) for number in sorted(sealed) for row in range(ROWS)]
     assert found(remote, names, WIDTH) == names and len(sealed) > 2 * CYCLES
     remote.close()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.helpers.buckets import bucket, opened, proxied
-from tests.helpers.remote import upload
+from tests.helpers.remote import reader, upload
 from tests.helpers.storage import (
     NAMESPACES,
     NEVER,
@@ -35,7 +35,6 @@ from torchcache2.tiers.base import Signals
 from torchcache2.tiers.bucket import heads as heads_module
 from torchcache2.tiers.bucket import sparse
 from torchcache2.tiers.bucket.objects import Objects
-from torchcache2.tiers.bucket.tier import RemoteTier
 from torchcache2.tiers.disk.tier import DiskTier
 
 FS = Unsynced()
@@ -82,9 +81,7 @@ class Place:
 
     def tier(self, fs=FS, local=None, **options):
         objects = Asked(self._stack.enter_context(opened(self.bucket)))
-        tier = RemoteTier(
-            self.bucket, CacheDirectory(str(local or self.local), fs), objects=objects, **options
-        )
+        tier = reader(self.bucket, local or self.local, fs=fs, objects=objects, **options)
         self._stack.callback(tier.close)
         return tier
 
@@ -109,7 +106,7 @@ def test_heads_are_kept_and_the_next_process_asks_for_rows_only(place):
     files = place.fill(40)
     first = place.tier()
     assert found(first, names_of(*range(40), rows=[3]), WIDTH) == names_of(*range(40), rows=[3])
-    asked = first.objects
+    asked = first.bucket.objects
     assert asked.listings == [FOLDER]
     heads = [read for read in asked.reads if all(start == 0 for _, start, _ in read)]
     assert [len(read) for read in heads if "fingerprint" not in read[0][0]] == [32, 8]
@@ -124,8 +121,8 @@ def test_heads_are_kept_and_the_next_process_asks_for_rows_only(place):
     second = place.tier()
     assert found(second, names_of(1, 5, 7, rows=[0, 9]), WIDTH) == names_of(1, 5, 7, rows=[0, 9])
     assert second.has(keys_of(names_of(*range(40)))).all()
-    assert second.objects.listings == []
-    (read,) = second.objects.reads  # one call for a batch
+    assert second.bucket.objects.listings == []
+    (read,) = second.bucket.objects.reads  # one call for a batch
     assert len(read) == 6 and {end - start for _, start, end in read} == {4 * WIDTH}
 
 
@@ -146,10 +143,10 @@ def test_neighbours_are_one_range(place):
     place.fill(1)
     tier = place.tier()
     assert tier.has(keys_of([(0, 0)])).all()
-    tier.objects.reads.clear()
+    tier.bucket.objects.reads.clear()
     names = names_of(0, rows=[7, 2, 3, 4, 2])
     assert found(tier, names, WIDTH) == sorted(names)
-    (((_, start, end),),) = tier.objects.reads
+    (((_, start, end),),) = tier.bucket.objects.reads
     assert end - start == 6 * 4 * WIDTH  # of 2 to 7: less lies between than another request costs
     assert tier.counts()["bytes_down"] < 4 * 40_000
 
@@ -159,7 +156,7 @@ def test_long_ranges_are_several_requests(place, monkeypatch):
     (file,) = place.fill(1)
     tier = place.tier()
     assert found(tier, names_of(0), WIDTH) == names_of(0)
-    (read,) = [read for read in tier.objects.reads if len(read) > 1]
+    (read,) = [read for read in tier.bucket.objects.reads if len(read) > 1]
     assert [end - start for _, start, end in read] == [5000] * 8
     file.write_bytes(file.read_bytes()[:-6000])  # one row is gone, and half of another
     assert found(tier, names_of(0), WIDTH) == names_of(0, rows=range(7))  # the request had the others, too
@@ -196,27 +193,27 @@ def test_the_bucket_is_listed_again_when_rows_are_missing_and_it_is_time(place):
         assert found(tier, [(0, 1), (5, 1)], WIDTH) == [(0, 1)]
         tier.look_again(NAMESPACES[0])
         assert found(tier, [(0, 1)], WIDTH) == [(0, 1)]
-    assert tier.objects.listings == [FOLDER]
+    assert tier.bucket.objects.listings == [FOLDER]
     writer = DiskTier(place.remote, codec="none", delay=NEVER, fs=FS)
     seal(writer, names_of(5), WIDTH)
     writer.close()
     assert found(often, [(0, 1), (5, 1)], WIDTH) == [(0, 1), (5, 1)]
     tier.look_again(NAMESPACES[0])  # another process has fetched the head
     assert found(tier, [(5, 1)], WIDTH) == [(5, 1)]
-    assert tier.objects.listings == [FOLDER]
+    assert tier.bucket.objects.listings == [FOLDER]
 
 
-def test_a_tier_counts_what_the_local_folder_lacks(place):
+def test_a_tier_counts_the_rows_of_the_bucket_and_the_bytes_of_the_folder(place):
     files = place.fill(3)
     tier = place.tier()
     assert tier.stats().rows == tier.count(NAMESPACES[0]) == 0
     assert tier.has(keys_of(names_of(0, 1, 2))).all()
     assert (tier.stats().rows, tier.count(NAMESPACES[0]), tier.count(NAMESPACES[1])) == (30, 30, 0)
-    assert tier.stats().bytes == sum(file.stat().st_size for file in files)
+    assert 0 < tier.stats().bytes < sum(file.stat().st_size for file in files)
     shutil.copy(files[0], place.local / FOLDER)
-    assert (tier.stats().rows, tier.count(NAMESPACES[0])) == (20, 20)
-    assert found(tier, names_of(0, 1), WIDTH) == names_of(0, 1)  # it has the rows nevertheless
-    assert put(tier, [(9, 9)], WIDTH) == 0 and tier.offer(keys_of([(9, 9)]), None) == 0
+    assert (tier.stats().rows, tier.count(NAMESPACES[0])) == (30, 30)
+    assert found(tier, names_of(0, 1), WIDTH) == names_of(0, 1)
+    assert put(tier, [(9, 9)], WIDTH) == 0
 
 
 def test_what_was_dropped_is_not_looked_at_again(place):
@@ -235,7 +232,7 @@ def test_what_was_dropped_is_not_looked_at_again(place):
     writer = DiskTier(place.path / "another", codec="none", delay=NEVER, fs=FS)
     seal(writer, [(0, 1)], WIDTH)
     writer.close()
-    upload(tier.objects, place.path / "another")
+    upload(tier.bucket.objects, place.path / "another")
     for one in (tier, other):
         assert found(one, names_of(0), WIDTH) == [(0, 1)]
 
@@ -266,7 +263,7 @@ def test_foreign_and_garbage_objects_are_left_alone(place, log):
     assert place.heads() == [good.name + HEAD]
     assert tier.stats().corrupt == 4 and tier.stats().faults == 0
     for bad in (half, empty, garbage, html):  # each is asked for once more, as the line may have failed
-        assert sum(bad.name in name for read in tier.objects.reads for name, *_ in read) <= 2
+        assert sum(bad.name in name for read in tier.bucket.objects.reads for name, *_ in read) <= 2
     assert sum("is damaged" in record.getMessage() for record in warnings_of(log)) == 1
 
 
@@ -294,9 +291,9 @@ def test_a_damaged_row_is_missing_and_the_others_of_its_object_are_not(place, lo
     assert len(good) == 9
     (bad,) = set(names_of(0)) - set(good)
     assert tier.stats().corrupt == 1
-    asked = len(tier.objects.reads)
+    asked = len(tier.bucket.objects.reads)
     assert found(tier, [bad], 3000) == [] and not tier.has(keys_of([bad])).any()
-    assert len(tier.objects.reads) == asked
+    assert len(tier.bucket.objects.reads) == asked
     assert found(tier, good, 3000) == good and tier.has(keys_of(good)).all()
     assert tier.stats().corrupt == 1 and file.read_bytes() == before
     (warning,) = warnings_of(log)
@@ -310,7 +307,7 @@ def test_what_was_damaged_on_its_way_is_fetched_once_more(place, log, spoiled):
     if spoiled == "a row":
         assert tier.has(keys_of(names_of(0))).all()  # the head is here
     name = "fetch" if spoiled == "a row" else "read"
-    read, spoils = getattr(tier.objects, name), [True]
+    read, spoils = getattr(tier.bucket.objects, name), [True]
 
     def flipped(ranges):
         data = read(ranges)
@@ -319,7 +316,7 @@ def test_what_was_damaged_on_its_way_is_fetched_once_more(place, log, spoiled):
             data = [piece[:-1] + bytes([piece[-1] ^ 1]) for piece in data]
         return data
 
-    setattr(tier.objects, name, flipped)
+    setattr(tier.bucket.objects, name, flipped)
     assert found(tier, names_of(0), WIDTH) == names_of(0) and not spoils
     assert tier.stats().corrupt == 0 and warnings_of(log) == []
 
@@ -341,9 +338,9 @@ def test_an_object_that_is_deleted_in_mid_epoch(place, log):
     content = gone.read_bytes()
     gone.unlink()
     assert found(tier, names_of(0, 1), WIDTH) == names_of(1)
-    asked = len(tier.objects.reads)
+    asked = len(tier.bucket.objects.reads)
     assert found(tier, names_of(0), WIDTH) == []
-    assert len(tier.objects.reads) == asked
+    assert len(tier.bucket.objects.reads) == asked
     threading.Event().wait(0.3)
     assert found(tier, names_of(0), WIDTH) == []  # the listing says that it is gone
     assert place.heads() == [stays.name + HEAD]
@@ -398,7 +395,11 @@ def test_heads_stay_in_memory_where_nothing_can_be_written(place, log, code, has
         assert found(tier, names_of(0, 1, 2), WIDTH) == names_of(0, 1)
     assert place.heads() == [] and tier.stats().faults == 0 and not warnings_of(log)
     assert (
-        sum("safetensors" in name and start == 0 for read in tier.objects.reads for name, start, _ in read)
+        sum(
+            "safetensors" in name and start == 0
+            for read in tier.bucket.objects.reads
+            for name, start, _ in read
+        )
         == 2
     )
 
@@ -422,7 +423,9 @@ def test_a_damaged_head_is_fetched_again(place, log):
     assert found(tier, names_of(0, 1), WIDTH) == names_of(0, 1)
     assert path.read_bytes() == read_head(FS, str(file))[0]
     assert tier.stats().corrupt == 1
-    assert [name for read in tier.objects.reads[:1] for name, *_ in read] == [f"{FOLDER}/fingerprint.json"]
+    assert [name for read in tier.bucket.objects.reads[:1] for name, *_ in read] == [
+        f"{FOLDER}/fingerprint.json"
+    ]
     (warning,) = warnings_of(log)
     assert "fetched again" in warning.getMessage()
 
@@ -436,7 +439,7 @@ def test_a_segment_that_is_here_already_gives_its_head(place):
     tier = place.tier()
     found(tier, names_of(0, 7), WIDTH)
     assert place.heads() == [files[0].name + HEAD]
-    asked = [name for read in tier.objects.reads for name, start, _ in read if start == 0]
+    asked = [name for read in tier.bucket.objects.reads for name, start, _ in read if start == 0]
     assert f"{FOLDER}/{files[0].name}" not in asked
 
 
@@ -468,15 +471,17 @@ def test_a_bucket_that_fails_is_misses_and_comes_back(tmp_path, log):
     with proxied("s3", tmp_path) as (place, proxy):
         quick = Objects(place, patience=2.0, tries=2, backoff=0.01, pause=0.05)
         upload(quick, tmp_path / "one")
-        tier = RemoteTier(place, CacheDirectory(str(tmp_path / "local"), FS), objects=quick, every=0.0)
+        tier = reader(place, tmp_path / "local", objects=quick, every=0.0)
         assert found(tier, names_of(0, rows=[1]), WIDTH) == names_of(0, rows=[1])
         proxy.status = 503
         assert found(tier, names_of(0), WIDTH) == []
-        assert tier.cause is not None and tier.stats().faults >= 1 and tier.stats().corrupt == 0
+        assert (
+            tier.bucket.objects.cause is not None and tier.stats().faults >= 1 and tier.stats().corrupt == 0
+        )
         assert tier.has(keys_of(names_of(0))).all()
         proxy.heal()
         threading.Event().wait(0.1)
         assert found(tier, names_of(0), WIDTH) == names_of(0)
-        assert tier.cause is None
+        assert tier.bucket.objects.cause is None
         tier.close()
     assert len({record.getMessage() for record in warnings_of(log)}) == 1

@@ -5,7 +5,8 @@ import itertools
 import pytest
 
 from tests.helpers.buckets import SCHEMES, bucket, opened
-from tests.helpers.remote import Behind, Below
+from tests.helpers.remote import Below, Emptied
+from tests.helpers.storage import found, put
 from tests.tiers.contract import TierContract, fewer, settled
 
 
@@ -18,7 +19,7 @@ def place(request, tmp_path_factory):
 
 
 class TestBuckets(TierContract):
-    is_of_others = True  # the folder takes rows again that only the bucket has
+    is_of_others = True  # the folder takes rows again that have just made room there
 
     @pytest.fixture
     def settle(self):
@@ -32,13 +33,21 @@ class TestBuckets(TierContract):
             where, objects, numbers = place
             number = next(numbers)
             below = Below(objects, f"tier-{number}")
-            tiers.append(Behind(where, tmp_path / f"cache-{number}", below, **options))
+            tiers.append(Emptied(where, tmp_path / f"cache-{number}", below, **options))
             return tiers[-1]
 
         yield one
         for tier in tiers:
             tier.close()
-            assert tier.remote.objects.corrupt == 0
+            assert tier.bucket.objects.corrupt == 0
+
+    def test_stats_count_rows_and_bytes(self, tier):
+        put(tier, range(100), 250)
+        tier.flush()
+        stats = tier.stats()
+        assert stats.rows == 100 and stats.bytes < 10_000  # the bytes are those of the folder
+        assert found(tier, range(100), 250) == list(range(100))
+        assert 20_000 < tier.stats().bytes < 200_000
 
     # Each of their cases runs every day, but not on each kind of bucket.
     test_every_dtype_comes_back_bit_by_bit = fewer(4, TierContract.test_every_dtype_comes_back_bit_by_bit)

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.buckets import bucket, opened
-from tests.helpers.remote import upload
+from tests.helpers.remote import mirrored_disk, reader, upload
 from tests.helpers.storage import NAMESPACES, NEVER, Unsynced, found, seal, segments, size_of, warnings_of
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.tiers.bucket import sparse
 from torchcache2.tiers.bucket.sparse import BucketFolder
-from torchcache2.tiers.bucket.tier import RemoteTier
 from torchcache2.tiers.disk.tier import DiskTier
 
 FS = Unsynced()
@@ -46,7 +45,7 @@ def make(place, tmp_path):
     tiers = []
 
     def one(budget=ROOM):
-        tiers.append(RemoteTier(place[0], CacheDirectory(str(tmp_path / "local"), FS), ROOM, budget=budget))
+        tiers.append(reader(place[0], tmp_path / "local", budget=budget))
         return tiers[-1]
 
     yield one
@@ -90,7 +89,7 @@ def test_each_block_comes_once_for_all_readers_and_a_whole_segment_gets_its_name
     size = sum(file.stat().st_size for file in place[1])
     # Two readers that look at the same time may both fetch a block.
     assert not wrong and down(*tiers) - heads < 1.5 * size
-    folder = BucketFolder(tiers[0].objects, CacheDirectory(str(local), FS), ROOM)
+    folder = BucketFolder(tiers[0].bucket.objects, CacheDirectory(str(local), FS), ROOM)
     assert all(folder.fill(str(local / FOLDER / file.name)) for file in place[1])
     assert [file.read_bytes() for file in segments(local)] == [file.read_bytes() for file in place[1]]
     assert parts(local) == []
@@ -109,8 +108,8 @@ def test_the_first_batch_gets_what_it_needs_and_those_after_it_more_and_more(mak
 def test_neighbours_are_fetched_with_one_request(make):
     tier = make()
     assert found(tier, names_of(9), WIDTH) == []
-    asked, read = [], tier.objects.fetch
-    tier.objects.fetch = lambda ranges: asked.append(list(ranges)) or read(ranges)
+    asked, read = [], tier.bucket.objects.fetch
+    tier.bucket.objects.fetch = lambda ranges: asked.append(list(ranges)) or read(ranges)
     assert found(tier, names_of(0, 1, rows=(5, 6, 7, 8)), WIDTH) == names_of(0, 1, rows=(5, 6, 7, 8))
     (ranges,) = asked
     assert len(ranges) == 2 and all(end - start <= 30_000 for _, start, end in ranges)
@@ -166,7 +165,7 @@ def test_what_is_not_whole_makes_room_for_new_rows(make, local):
     tier = make()
     assert len(found(tier, names_of(0, 1, 2, rows=[3]), WIDTH)) == 3
     assert len(parts(local)) == 6
-    disk = DiskTier(local, size_of(local) + 10_000, codec="none", delay=NEVER, fs=FS, mirrored=True)
+    disk = mirrored_disk(local, size_of(local) + 10_000)
     seal(disk, names_of(7), WIDTH)
     assert len(segments(local)) >= 1 and len(parts(local)) < 6
     assert found(tier, names_of(0, 1, 2), WIDTH) == names_of(0, 1, 2)
@@ -177,9 +176,9 @@ def test_a_segment_that_is_dropped_while_it_comes_does_not_stay(make, local):
     tier = make()
     assert found(tier, names_of(0, rows=[3]), WIDTH) == names_of(0, rows=[3])
     (part,) = local.glob("*/*.part")
-    folder = BucketFolder(tier.objects, CacheDirectory(str(local), FS), ROOM)
+    folder = BucketFolder(tier.bucket.objects, CacheDirectory(str(local), FS), ROOM)
     path = str(part).removesuffix(".part")
-    assert folder.size_of(path)
+    assert folder.sizes_of(path)
     os.unlink(path + ".head")
     assert not folder.fill(path)
     assert segments(local) == [] and parts(local) == []
@@ -188,10 +187,10 @@ def test_a_segment_that_is_dropped_while_it_comes_does_not_stay(make, local):
 def test_segments_are_filled_only_when_nobody_reads(place, make, local):
     tier = make()
     assert found(tier, [(0, 3)], WIDTH) == [(0, 3)]
-    folder = BucketFolder(tier.objects, CacheDirectory(str(local), FS), ROOM)
+    folder = BucketFolder(tier.bucket.objects, CacheDirectory(str(local), FS), ROOM)
     path, filled = str(local / FOLDER / place[1][1].name), []
     thread = threading.Thread(target=lambda: filled.append(folder.fill(path)))
-    with tier._folder.reading():
+    with tier.bucket.folder.reading():
         thread.start()
         time.sleep(0.2)
         assert filled == [] and not os.path.exists(path)

@@ -393,8 +393,8 @@ class Exchange:
             lines = differences(now or Fingerprint(b"", {}), before or Fingerprint(b"", {}))
             shown = listed(lines) if lines else "it is not known in what"
             logger.warning(
-                "%s: rank %d and rank %d share no rows, as they call modules that differ: %s. Keep what is "
-                "another one on each rank, such as its device, out of the module",
+                "%s: rank %d and rank %d share no rows, as they call modules that differ: %s. Keep values "
+                "that differ between ranks, such as the device, out of the module",
                 *(part.name, first, other, shown),
             )
 
@@ -714,9 +714,16 @@ class _BatchPart(Part):
             raise cache.distrusted(batch, self._wrong)
         if self._whole is not None:
             return self._whole
-        # The rows of others are views of the memory in which they were received, so they are copied.
         parts = [(positions, found(rows)) for positions, rows in parts]
-        copied = joined(parts, len(self._keys), device=self._source.device) if parts else None
-        if parts and copied is None:
-            return cache.not_stacked(batch)
-        return cache.put_together(batch, hits, self._misses, copied)
+        together = parts[0][1] if parts else None
+        if len(parts) > 1 or (parts and not _is_output(*parts[0])):
+            together = joined(parts, len(self._keys), device=self._source.device)
+            if together is None:
+                return cache.not_stacked(batch)
+        return cache.put_together(batch, hits, self._misses, together)
+
+
+def _is_output(positions: Positions, rows: Rows) -> bool:
+    """Whether the only part is in order, and shares no memory: what others have sent lies in one block."""
+    is_in_order = len(positions) < 2 or bool((positions[1:] > positions[:-1]).all())
+    return is_in_order and all(column.untyped_storage().nbytes() == column.nbytes for column in rows.columns)

@@ -54,37 +54,27 @@ class Asked:
 
     def __init__(self, asks: Sequence[Ask], rank: int, schemas: Schemas) -> None:
         self._asks, self._rank, self._schemas = asks, rank, schemas
-        self._namespaces = sorted({ask.namespace for ask in asks})
-        counts = [len(ask.keys) for ask in asks]
-        data = np.concatenate([ask.keys for ask in asks])
-        namespace_of = np.repeat([self._namespaces.index(ask.namespace) for ask in asks], counts)
-        columns = [*data.view("<u8").T, namespace_of][: 2 + (len(self._namespaces) > 1)]
-        order = np.lexsort(columns)
-        is_first = np.ones(len(order), bool)
-        is_first[1:] = False
-        for column in columns:
-            ranked = column.take(order)
-            is_first[1:] |= ranked[1:] != ranked[:-1]
-        number = np.empty(len(order), np.int64)
-        number[order] = np.cumsum(is_first) - 1
-        firsts = order[is_first]
-        self.data, self._namespace_of = data[firsts], namespace_of[firsts]
+        numbers: dict[bytes, int] = {}  # of each namespace and key, as they come first
+        asked = [[numbers.setdefault(pair, len(numbers)) for pair in ask.pairs()] for ask in asks]
+        pairs = np.frombuffer(b"".join(numbers), np.uint8).reshape(-1, 32)
+        self._namespaces, self.data = pairs[:, :16], np.ascontiguousarray(pairs[:, 16:])
         self.words: Array = self.data.view("<u8")[:, 0]
-        self.by: Flags = np.zeros((len(firsts), len(asks)), bool)
-        self.by[number, np.repeat(np.arange(len(asks)), counts)] = True
-        begin = sum(counts[:rank])
-        self.mine: Positions = number[begin : begin + counts[rank]]
+        self.by: Flags = np.zeros((len(pairs), len(asks)), bool)
+        for asker, keys in enumerate(asked):
+            self.by[keys, asker] = True
+        self.mine: Positions = np.array(asked[rank], np.int64)
         self.number = np.zeros(self.by.shape, np.uint16)
-        self.source: Positions = np.full(len(firsts), -1)
+        self.source: Positions = np.full(len(pairs), -1)
         self.rows_sent = 0
         self._told: list[list[Told]] = [[] for _ in asks]  # the parts of each rank
         self._parts: list[Rows] = []
-        self._row = np.zeros(len(firsts), np.int64)  # of each key in its part
+        self._row = np.zeros(len(pairs), np.int64)  # of each key in its part
 
     def keys_at(self, numbers: Positions) -> Iterator[tuple[Positions, Keys]]:
         """Some of the keys by namespace: which they are, and the keys."""
-        for index, namespace in enumerate(self._namespaces):
-            those = numbers[self._namespace_of[numbers] == index]
+        for namespace in dict.fromkeys(ask.namespace for ask in self._asks):
+            of = np.frombuffer(namespace, np.uint8)
+            those = numbers[(self._namespaces[numbers] == of).all(axis=1)]
             if len(those):
                 yield those, Keys(namespace, self.data[those])
 

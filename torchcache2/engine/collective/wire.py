@@ -29,7 +29,7 @@ from torchcache2.core.rows import Rows, Schema
 from torchcache2.files.errors import DamagedError, UnknownClassError, UnserialisableError
 from torchcache2.files.schema import schema_from_json, schema_to_json
 
-VERSION = 4
+VERSION = 5
 _LENGTH = struct.Struct("<I")
 NO_KEYS: Bytes2D = np.empty((0, 16), np.uint8)
 _LONGEST = 1000  # characters of a text
@@ -79,6 +79,11 @@ class Ask(NamedTuple):
     error: str = ""
     keys: Bytes2D = NO_KEYS
     place: bytes = bytes(16)
+
+    def pairs(self) -> list[bytes]:
+        """Namespace and key of each of the keys, 32 bytes."""
+        keys = self.keys.tobytes()
+        return [self.namespace + keys[start : start + 16] for start in range(0, len(keys), 16)]
 
     def to_bytes(self) -> bytes:
         """The message; the place comes last."""

@@ -89,6 +89,10 @@ class BucketFiles(FileSystem):
         """Nothing is written."""
         self.create(path)
 
+    def is_away(self, file: Descriptor) -> bool:
+        """All is."""
+        return True
+
     def size(self, file: Descriptor) -> int:
         """Bytes of an object."""
         return _of(file).size

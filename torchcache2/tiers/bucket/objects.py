@@ -17,7 +17,7 @@ from torchcache2.core.logs import ToldOnce
 from torchcache2.core.places import Bucket
 from torchcache2.core.process import ProcessLock
 from torchcache2.files.directory import TAG, check_format, stated_format
-from torchcache2.files.errors import DamagedError, NewerFormatError
+from torchcache2.files.errors import AwayError, DamagedError, NewerFormatError
 from torchcache2.files.filesystem import FileInfo
 from torchcache2.tiers.breaker import Breaker
 from torchcache2.tiers.bucket.connection import Connection, Kind, Texts, kind_of
@@ -125,9 +125,9 @@ class Objects(Breaker):
         """The same, with the reason in the place of what is not had.
 
         That is a `FileNotFoundError` if the object is gone, a `DamagedError` if it ends before, and an
-        `OSError` if the bucket fails.
+        `AwayError` if the bucket fails.
         """
-        failed = OSError(errno.EIO, "the bucket fails")
+        failed = AwayError(errno.EIO, f"{self.bucket.url} fails")
         found: list[bytes | Exception] = [b"" if start >= end else failed for _, start, end in ranges]
         left = [i for i, one in enumerate(found) if one is failed]
 

@@ -1,9 +1,10 @@
-"""`BucketFolder`: the local folder in front of a bucket, in which every segment that has a head can be read.
+"""`BucketFolder`: the local folder of a bucket as a file system, in which every segment with a head is there.
 
-What is read for the first time is fetched, in the block that has it, and each block crosses the network
-once. Until a segment is whole, its blocks are in a sparse file ``<segment>.part``, and ``<segment>.part.map``
-has a byte for each: `_MISSING`, `_HERE`, or `_COMING` while a process fetches it. All processes of the
-machine share both. When the last block is here, the file gets its name as a segment.
+The disk tier reads from it as from any folder. What is read for the first time is fetched, in the block that
+has it, and each block crosses the network once. Until a segment is whole, its blocks are in a sparse file
+``<segment>.part``, and ``<segment>.part.map`` has a byte for each: `_MISSING`, `_HERE`, or `_COMING` while a
+process fetches it. All processes of the machine share both. When the last block is here, the file gets its
+name as a segment.
 
 At the first visit to a segment, a reader fetches the blocks that it needs, so that a first batch is quick,
 and later also those around them: the requests of an epoch are large. What is left is filled in the
@@ -22,12 +23,12 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
-from torchcache2.files.directory import ASKED, MAP, PART, CacheDirectory
-from torchcache2.files.errors import DamagedError
-from torchcache2.files.filesystem import Descriptor, FileSystem
-from torchcache2.files.layout import HEAD, read_head, read_size, stated
+from torchcache2.files.directory import ASKED, HEAD_NAME, MAP, PART, SEGMENT_NAME, CacheDirectory
+from torchcache2.files.errors import AwayError, DamagedError
+from torchcache2.files.filesystem import Descriptor, FileInfo, FileSystem
+from torchcache2.files.layout import HEAD, SEGMENT, checked, read_head, read_size, stated
 from torchcache2.files.removal import used_bytes
 from torchcache2.tiers.bucket.objects import Objects
 
@@ -42,6 +43,10 @@ _TRIES = 20
 _STALE = 5.0  # seconds without a new block, after which whoever was fetching counts as dead
 _SCAN_EVERY, _FULL_FOR = 1.0, 60.0  # seconds
 _MOST_HEAD = 1 << 30
+_OF_FILES_HERE = (  # what means the same for a folder without a bucket
+    *("create", "write", "sync", "sync_folder", "rename", "remove", "touch"),
+    *("lock", "unlock", "same"),
+)
 
 
 class _Open(NamedTuple):
@@ -59,10 +64,10 @@ class _Open(NamedTuple):
 class _Sparse(Descriptor):
     """A segment of which not all was here when it was opened."""
 
-    __slots__ = ("files", "path", "size")
+    __slots__ = ("files", "path", "size", "start")
 
-    def __init__(self, path: str, size: int) -> None:
-        self.path, self.size = path, size
+    def __init__(self, path: str, start: int, size: int) -> None:
+        self.path, self.start, self.size = path, start, size
         self.files = _Open()  # replaced as a whole: threads share this
 
     def __del__(self) -> None:
@@ -79,45 +84,143 @@ class _Range(NamedTuple):
 
 
 class _Batch(threading.local):
-    """What a thread is about to read, and what it has fetched and not kept, or why it was not had."""
+    """What a thread is about to read, and what it has fetched and not kept, or why it was not had.
+
+    Also the head that was read last, as it is looked at twice when a segment is opened.
+    """
 
     def __init__(self) -> None:
         self.wanted: list[tuple[_Sparse, int, int]] = []
         self.pieces: dict[str, list[tuple[int, int, bytes | Exception]]] = {}
+        self.head = "", b""
 
 
 class BucketFolder(FileSystem):
-    """Reads the segments of a folder, which may have `budget` bytes.
+    """A folder, of whose `budget` bytes what is read takes those that are free.
 
-    What the bucket does not give is an error when it is read: a `FileNotFoundError` if the object is gone, a
-    `DamagedError` if it ends before, else an `OSError`.
+    In a listing, a segment that is not here has 0 bytes. What the bucket does not give is an error when it is
+    read: a `FileNotFoundError` if the object is gone, a `DamagedError` if it ends before, an `AwayError` if
+    the bucket fails.
+
+    Attributes
+    ----------
+    heads : dict of str to bytes
+        Those that could not be written to the folder, by the paths of their segments; see `note`.
     """
 
     is_remote = True
 
     def __init__(self, objects: Objects, directory: CacheDirectory, budget: int) -> None:
-        self.sizes: dict[str, int] = {}  # bytes of segments, by path
+        self.heads: dict[str, bytes] = {}
         self._objects, self._directory, self._budget = objects, directory, budget
-        self._fs = directory.fs
+        self._fs = fs = directory.fs
+        self._sizes: dict[str, tuple[int, int]] = {}  # of heads and segments, by path
+        self._noted = 0
+        self._away: dict[str, set[str]] = {}  # names of segments that were not here, by folder
         self._asked = os.path.join(directory.path, ASKED)
         self._room, self._scan_at = 0, 0.0
         self._batch = _Batch()
         self._doubted, self._bad = set[str](), set[str]()
+        for name in _OF_FILES_HERE:
+            setattr(self, name, getattr(fs, name))
+
+    # What is in the folder.
+
+    def listing(self, path: str) -> list[FileInfo]:
+        """The files and folders in a folder, and the segments that have a head."""
+        away = {os.path.basename(one) for one in list(self.heads) if os.path.dirname(one) == path}
+        try:
+            found = self._fs.listing(path)
+        except FileNotFoundError:
+            if not away:
+                raise
+            found = []
+        away |= {info.name.removesuffix(HEAD) for info in found if HEAD_NAME.fullmatch(info.name)}
+        away -= {info.name for info in found}
+        self._away[path] = away
+        return sorted([*found, *(FileInfo(name, False, 0, 0.0) for name in away)])
+
+    def changed(self, path: str) -> int:
+        """When a name was last added to a folder or removed, in nanoseconds."""
+        try:
+            return self._fs.changed(path) + self._noted
+        except FileNotFoundError:
+            if not self._noted:
+                raise
+            return self._noted
+
+    def note(self, path: str, head: bytes) -> None:
+        """Have a segment be there whose head could not be written."""
+        self.heads[path] = head
+        self._noted += 1
+
+    def forget(self, path: str) -> None:
+        """Have a segment not be there unless it is whole: its head is damaged, or the bucket lacks it."""
+        self._sizes.pop(path, None)
+        self._batch.head = "", b""
+        if self.heads.pop(path, None) is not None:
+            self._noted += 1
+        with contextlib.suppress(OSError):
+            self._fs.remove(path + HEAD)
+
+    def has_elsewhere(self, path: str) -> bool:
+        """Whether the bucket has a file."""
+        return path in self.heads or (path.endswith(SEGMENT) and self._fs.is_file(path + HEAD))
 
     def open(self, path: str) -> Descriptor:
-        """A segment, be it whole or not; `FileNotFoundError` if nobody knows it."""
+        """A file, be it whole or not; `FileNotFoundError` if nobody knows it."""
+        folder, name = os.path.split(path)
+        if name in self._away.get(folder, ()):
+            with contextlib.suppress(FileNotFoundError):
+                return _Sparse(path, *self.sizes_of(path))
         try:
             return self._fs.open(path)
         except FileNotFoundError:
-            return _Sparse(path, self.size_of(path))
+            if not SEGMENT_NAME.fullmatch(name):
+                raise
+            return _Sparse(path, *self.sizes_of(path))
 
-    def size_of(self, path: str) -> int:
-        """Bytes of a segment, as its head says."""
-        if path not in self.sizes:
-            file = self._fs.open(path + HEAD)
-            text = self._fs.read_bytes(file, 8, read_size(self._fs.read_bytes(file, 0, 8), _MOST_HEAD))
-            self.sizes[path] = stated(text, None)[2]
-        return self.sizes[path]
+    def is_away(self, file: Descriptor) -> bool:
+        """Whether it was not here as a whole when it was opened, nor has come since."""
+        return isinstance(file, _Sparse) and not file.files.is_whole
+
+    def size(self, file: Descriptor) -> int:
+        """Bytes of an open file."""
+        return file.size if isinstance(file, _Sparse) else self._fs.size(file)
+
+    def sizes_of(self, path: str) -> tuple[int, int]:
+        """Bytes of the head of a segment, and of all of it.
+
+        `FileNotFoundError` if there is no head, or it is damaged.
+        """
+        if path not in self._sizes:
+            head = self._head(path)
+            try:
+                start, checksum, size = stated(head[8 : 8 + read_size(head[:8], len(head))], None)
+                if start != len(head) or not checked(head, checksum):
+                    raise DamagedError("another checksum")
+            except DamagedError as error:
+                self._lose_head(path, error)
+            self._sizes[path] = start, size
+        return self._sizes[path]
+
+    def _head(self, path: str) -> bytes:
+        if (head := self.heads.get(path)) is not None:
+            return head
+        if self._batch.head[0] != path:
+            try:
+                self._batch.head = path, self._fs.read_file(path + HEAD, _MOST_HEAD)
+            except DamagedError as error:
+                self._lose_head(path, error)
+        return self._batch.head[1]
+
+    def _lose_head(self, path: str, error: DamagedError) -> NoReturn:
+        self._objects.corrupt += 1
+        self._objects.tell("head", "%s is damaged (%s): it is fetched again", path + HEAD, str(error))
+        self.forget(path)
+        raise FileNotFoundError(path + HEAD) from None
+
+    # What is read.
 
     def will_need(self, file: Descriptor, offset: int, size: int) -> None:
         """Have a range fetched together with others of this thread, when one of them is read."""
@@ -130,19 +233,23 @@ class BucketFolder(FileSystem):
         """Read into writable buffers, one after another; may read less. What is missing is fetched first."""
         if not isinstance(file, _Sparse):
             return self._fs.read(file, buffers, offset)
+        if offset < file.start:
+            return _copied(memoryview(self._head(file.path))[offset : file.start], buffers)
         end = min(file.size, offset + sum(map(len, buffers)))
         for left in (2, 1, 0):
             if (here := self._here_until(file, offset, end)) > offset or offset >= end:
                 data = file.files.data
                 return 0 if data is None else self._fs.read(data, _cut(buffers, here - offset), offset)
             if (piece := self._piece(file, offset)) is not None:
+                if isinstance(piece, FileNotFoundError):
+                    self.forget(file.path)
                 if isinstance(piece, Exception):
                     raise piece
                 return _copied(piece, buffers)
             if left:
                 self._batch.wanted.append((file, offset, end))
                 self.fetch()
-        raise OSError(errno.EIO, "the bucket fails", file.path)
+        raise AwayError(errno.EIO, "cannot be had", file.path)
 
     def fetch(self) -> None:
         """Have what this thread is about to read here, or in its memory; errors come when it is read."""
@@ -169,14 +276,14 @@ class BucketFolder(FileSystem):
 
     def done(self) -> None:
         """Forget what this thread has fetched and not kept."""
-        self._batch.wanted, self._batch.pieces = [], {}
+        self._batch.wanted, self._batch.pieces, self._batch.head = [], {}, ("", b"")
 
     def fill(self, path: str) -> bool | None:
         """Fetch what is missing of a segment, when nobody reads; False if it is damaged or gone.
 
         None if that has to be tried again: the bucket fails, or there is no room.
         """
-        file = _Sparse(path, self.size_of(path))
+        file = _Sparse(path, *self.sizes_of(path))
         if not self._attach(file):
             return None
         while not file.files.is_whole:
@@ -201,12 +308,17 @@ class BucketFolder(FileSystem):
                 self._finish(file)
         return True
 
-    def doubt(self, path: str) -> None:
-        """Have a segment fetched anew, as a row of it is not what was written."""
+    def doubt(self, path: str) -> bool:
+        """Have a segment fetched again, as it is not what was written; False if it was before."""
         self.done()
+        if not self.has_elsewhere(path):
+            return False
         self._discard(path)
         with contextlib.suppress(OSError):
             self._directory.set_aside(path)
+        is_first = path not in self._doubted
+        self._doubted.add(path)
+        return is_first
 
     # What is here.
 

@@ -371,6 +371,6 @@ class Downloads:
     def _size(self, transfer: Transfer) -> int:
         """Bytes of a segment, as its head says."""
         try:
-            return self._folder.size_of(os.path.join(self._directory.path, *transfer))
+            return self._folder.sizes_of(os.path.join(self._directory.path, *transfer))[1]
         except (OSError, DamagedError):
             return _UNKNOWN

@@ -76,6 +76,11 @@ class Health(Breaker):
                 "fault", "the cache directory fails at %s, and goes on in memory: %s", path, repr(error)
             )
 
+    def damaged(self, path: str, error: Exception, rows: int) -> None:
+        """Count damaged rows of a segment that stays as it is."""
+        self.corrupt += rows
+        self.tell("corrupt", "%s is damaged (%s): rows of it are missing", path, str(error))
+
     def write_fault(self, error: Exception, path: str, namespace: bytes | None = None) -> None:
         """Respond to an error of writing: it is tried again, after longer and longer pauses."""
         is_forbidden = isinstance(error, OSError) and is_read_only(error)

@@ -19,7 +19,7 @@ import numpy as np
 
 from torchcache2.core.errors import OptionError
 from torchcache2.core.keys import Array, Words
-from torchcache2.files.directory import FINGERPRINT, CacheDirectory, Contents
+from torchcache2.files.directory import FINGERPRINT, CacheDirectory
 from torchcache2.files.errors import DamagedError, NewerFormatError, UnreadableError
 from torchcache2.files.filesystem import Descriptor, Descriptors, FileInfo
 from torchcache2.files.layout import SEGMENT
@@ -119,9 +119,11 @@ class Table:
         self.gone += len(ordinals)
         return len(ordinals)
 
-    def count(self, numbers: Collection[int]) -> int:
-        """How many keys are in some segments."""
-        return int(np.isin(self._locations[: len(self._index)] >> 32, list(numbers)).sum())
+    def lose(self, locations: Array) -> None:
+        """Forget the keys of some rows, given by their locations."""
+        ordinals = np.flatnonzero(np.isin(self._locations[: len(self._index)], locations))
+        self._locations[ordinals] = _NOWHERE
+        self.gone += len(ordinals)
 
 
 class NamespaceIndex:
@@ -171,6 +173,7 @@ class NamespaceIndex:
         self._in_runs: dict[int, tuple[str, Array]] = {}  # by number: the file, and what a run says of it
         self._seen_runs: frozenset[str] = frozenset()
         self._doubted: set[str] = set()  # segments that are not what a run says
+        self._lost = np.empty(0, np.int64)  # locations of damaged rows in segments that stay
 
     def __len__(self) -> int:
         return len(self.table) + sum(int(entry["rows"]) for _, entry in self._in_runs.values())
@@ -245,6 +248,8 @@ class NamespaceIndex:
             found.numbers[some], found.rows[some] = numbers[alive], entries["row"][alive]
             found.checksums[some] = entries["checksum"][alive]
             absent = absent[found.numbers[absent] < 0]
+        if len(self._lost):
+            found.numbers[np.isin(found.numbers << 32 | found.rows, self._lost)] = _NOWHERE
         return found
 
     def open_segments(self, numbers: Iterable[int]) -> dict[int, AnySegment]:
@@ -288,12 +293,16 @@ class NamespaceIndex:
                 return False
             # The clock of a file system is coarse: a second change soon after may leave the time as it is.
             self._changed = changed if time.time_ns() - changed > _SETTLED else -1
-            contents = self._contents()
+            contents = self._directory.contents(self.namespace.hex())
         except OSError as error:
             self._changed = -1  # look again
             self._on_fault(error, self._path)
             return False
         names = {file.name for file in contents.segments}
+        if self._directory.fs.is_remote:
+            for file in contents.segments:
+                if file.size == 0:  # it may have been here, and takes room as long as it is open
+                    self._descriptors.forget(os.path.join(self._path, file.name))
         missing = self._numbers.keys() - names  # other processes have deleted
         self.remove_files(missing)
         self.unopened = {name: error for name, error in self.unopened.items() if name in names}
@@ -303,10 +312,6 @@ class NamespaceIndex:
         if names:
             self.hold()
         return bool(missing) or changes or len(self._numbers) > before
-
-    def _contents(self) -> Contents:
-        """The files that there are."""
-        return self._directory.contents(self.namespace.hex())
 
     def _look_at_runs(self, files: Iterable[FileInfo], names: Collection[str]) -> bool:
         """Open the runs if they are others than before; whether they are."""
@@ -378,19 +383,14 @@ class NamespaceIndex:
         if waiting:
             self.table.add(waiting)
 
-    def _open(self, path: str) -> Segment:
-        """Open a segment with its index; raises what `Segment.open` raises."""
-        return Segment.open(self._directory.fs, self._descriptors, path, limit=self._limit)
-
     def _opened(self, name: str, entry: Array | None = None) -> Segment | None:
         """Open a segment; without its index if a run has it, as an entry of its table says."""
-        path = os.path.join(self._path, name)
+        fs, path = self._directory.fs, os.path.join(self._path, name)
         try:
             if entry is None:
-                segment = self._open(path)
+                segment = Segment.open(fs, self._descriptors, path, limit=self._limit)
             else:
                 head, digest = int(entry["head"]), int(entry["digest"])
-                fs = self._directory.fs
                 segment = Segment.of_run(fs, self._descriptors, path, head, digest, limit=self._limit)
         except FileNotFoundError:
             return None
@@ -400,6 +400,8 @@ class NamespaceIndex:
                 self._changed = -1
                 self.look_again()
                 return None
+            if fs.doubt(path):
+                return self._opened(name)
             self.unopened[name] = error.with_traceback(None)  # its frames would keep the file open
             self.names.add(name)
             self._on_fault(error, path)
@@ -451,6 +453,8 @@ class NamespaceIndex:
                     self.names.add(name)
                 else:
                     self._changed = -1
+                    if self._directory.fs.has_elsewhere(os.path.join(self._path, name)):
+                        self.look_again()  # it made room, and its rows are to be found as before
             if number in self._in_runs:
                 rows += int(self._in_runs.pop(number)[1]["rows"])
         for targets in self._targets:
@@ -459,6 +463,12 @@ class NamespaceIndex:
         if self.table.has_copies or self.table.gone > max(_ADDED_AT_ONCE, len(self.table)):
             self._start_anew()
         return rows
+
+    def lose(self, number: int, rows: Collection[int]) -> None:
+        """Forget damaged rows of a segment that stays."""
+        locations = np.array([number << 32 | row for row in rows], np.int64)
+        self._lost = np.concatenate([self._lost, locations])
+        self.table.lose(locations)
 
     def remove_files(self, names: Iterable[str]) -> int:
         """Forget the segments in files of these names; returns how many rows were found in them."""

@@ -19,9 +19,10 @@ from torchcache2.tiers.writer import Writer
 class Known:
     """Where rows are, by namespace, and the writer of those that are not sealed yet.
 
-    A row may have `limit` bytes. `in_use()` are the namespaces that something alive in this process uses;
-    without it, all count as used. The `lock` protects all of this. `numbers` are those of the next segments.
-    There is no `writer` before the first `begin`. When `drops()` changes, all is forgotten.
+    The `directory` shows what a bucket has too. A row may have `limit` bytes. `in_use()` are the namespaces
+    that something alive in this process uses; without it, all count as used. The `lock` protects all of this.
+    `numbers` are those of the next segments. There is no `writer` before the first `begin`. When `drops()`
+    changes, all is forgotten.
     """
 
     def __init__(
@@ -38,9 +39,9 @@ class Known:
         self.descriptors = Descriptors(directory.fs)
         self.writer: Writer | None = None
         self.closed = False
-        self._directory = directory
+        self.directory = directory
         self._health = health
-        self._limit = limit
+        self.limit = limit
         self._in_use = in_use
         self._make_writer = make_writer
         self._drops = drops
@@ -62,14 +63,14 @@ class Known:
     def _ignore_files(self, namespace: bytes) -> None:
         """Have the files that are there now stay closed, as another process is about to delete them."""
         with contextlib.suppress(OSError):
-            files = self._directory.contents(namespace.hex()).segments
+            files = self.directory.contents(namespace.hex()).segments
             self.ignore(namespace, {file.name for file in files})
 
     def _begin(self, torn: bool) -> None:
         if torn:
             # Another thread of the parent was changing the tables when it forked.
             self.located = {}
-            self.descriptors = Descriptors(self._directory.fs)
+            self.descriptors = Descriptors(self.directory.fs)
         elif self.writer is not None:
             for located in self.located.values():
                 located.forget_pending()  # the parent will write them
@@ -88,7 +89,7 @@ class Known:
     def new(self, namespace: bytes) -> NamespaceIndex:
         """Begin to know a namespace, at first without rows; with the lock held."""
         located = self.located[namespace] = NamespaceIndex(
-            namespace, self._directory, self.descriptors, self.numbers, self._limit, self._health.fault
+            namespace, self.directory, self.descriptors, self.numbers, self.limit, self._health.fault
         )
         return located
 

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from torchcache2.core.keys import Array, Flags, Keys, Positions
-from torchcache2.core.rows import Rows, Schema
-from torchcache2.files.directory import CacheDirectory
-from torchcache2.files.errors import DamagedError
+from torchcache2.core.rows import Parts, Rows, Schema, merged
+from torchcache2.files.errors import AwayError, DamagedError, NewerFormatError
 from torchcache2.files.segment import Columns, Segment, empty_columns, rows_of
+from torchcache2.tiers.bucket.source import BucketSource
 from torchcache2.tiers.disk.health import Health
 from torchcache2.tiers.disk.index import AnySegment, NamespaceIndex, RowLocations
 from torchcache2.tiers.disk.known import Known
@@ -27,48 +27,117 @@ _ASKED_BESIDE = 8 << 20  # from so many bytes on, the system is asked in a threa
 class Reader:
     """Finds and reads rows of one tier."""
 
-    def __init__(self, directory: CacheDirectory, known: Known, health: Health) -> None:
-        self._directory = directory
+    def __init__(self, known: Known, health: Health, bucket: BucketSource | None) -> None:
         self._known = known
+        self._fs = known.directory.fs
         self._health = health
+        self._bucket = bucket
         self._touched: dict[str, float] = {}  # when each path was touched last
 
-    def find(self, keys: Keys) -> list[tuple[Positions, Rows]]:
+    def find(self, keys: Keys) -> Parts:
         """The rows of those keys that are here, by schema, with their positions in the batch."""
-        self._let_go_before(keys)
+        self._begin(keys)
         with self._known.lock():
             index, where = self._where(keys)
             positions = np.flatnonzero(where.numbers >= 0)
             if index is None or len(positions) == 0:
                 return []
             segments = index.open_segments(set(where.numbers[positions].tolist()))
-        found, failed = read_rows(segments, where.at(positions), positions)
-        for number, error in failed.items():
-            segment = segments[number]
-            if not isinstance(segment, Segment):  # rows that wait are in no file that could be set aside
-                self._health.fault(OSError(str(error)), self._directory.path)
-            elif not isinstance(error, FileNotFoundError):  # a file that is gone was deleted to make room
-                self._health.fault(error, segment.path)
+        where = where.at(positions)
+        parts, failed = read_rows(segments, where, positions)
         if failed:
-            damaged = [number for number, error in failed.items() if isinstance(error, DamagedError)]
-            # Where nothing may be written, a damaged segment stays, as nobody could replace its other rows.
-            stays = damaged if self._health.serves_only else ()
-            gone = [n for n, error in failed.items() if not (n in stays or isinstance(error, MemoryError))]
-            self._known.remove(keys.namespace, gone, damaged)
+            parts = self._meet(failed, keys.namespace, index, segments, where, positions, parts)
         for segment in segments.values():
             self._touch(segment)
-        return found
+        return parts
+
+    def _meet(
+        self,
+        failed: dict[int, Exception],
+        namespace: bytes,
+        index: NamespaceIndex,
+        segments: Mapping[int, AnySegment],
+        where: RowLocations,
+        positions: Positions,
+        parts: Parts,
+    ) -> Parts:
+        """Respond to errors of segments; returns the parts with the rows that can be read nevertheless."""
+        gone, damaged = [], []
+        for number, error in failed.items():
+            segment = segments[number]
+            if isinstance(error, AwayError):
+                continue
+            if not isinstance(segment, Segment):  # rows that wait are in no file that could be set aside
+                self._health.fault(OSError(str(error)), self._known.directory.path)
+            elif isinstance(error, DamagedError) and self._stays(segment):
+                which = np.flatnonzero(where.numbers == number)
+                some, bad = self._read_again(segment, number, where.at(which), positions[which])
+                parts = merged([*parts, *some])
+                if bad:
+                    self._health.damaged(segment.path, error, len(bad))
+                    with self._known.lock():
+                        index.lose(number, bad)
+                continue
+            elif not isinstance(error, FileNotFoundError):  # a file that is gone was deleted to make room
+                self._health.fault(error, segment.path)
+            if isinstance(error, DamagedError):
+                damaged.append(number)
+            if not isinstance(error, MemoryError):
+                gone.append(number)
+        self._known.remove(namespace, gone, damaged)
+        return parts
+
+    def _stays(self, segment: Segment) -> bool:
+        """Whether a damaged segment is read from on, as nobody replaces its other rows, or it comes again."""
+        return self._health.serves_only or self._fs.has_elsewhere(segment.path)
+
+    def _read_again(
+        self, segment: Segment, number: int, where: RowLocations, positions: Positions
+    ) -> tuple[Parts, list[int]]:
+        """The good rows of a damaged segment, and the numbers of the others.
+
+        If it is in a bucket, it comes once more: the object may be good, and the line or what was here not.
+        """
+        self._fs.doubt(segment.path)
+        self._known.descriptors.forget(segment.path)
+        parts, bad = Parts(), set[int]()
+        if self._fs.is_remote:
+            segment.read_ahead(where.rows)
+        for i in range(len(positions)):
+            found, failed = read_rows({number: segment}, where.at(slice(i, i + 1)), positions[i : i + 1])
+            parts += found
+            if any(isinstance(error, DamagedError) for error in failed.values()):
+                bad.add(int(where.rows[i]))
+        if bad:
+            self._fs.doubt(segment.path)
+        return parts, sorted(bad)
 
     def has(self, keys: Keys) -> Flags:
         """Whether each key has a row here now."""
-        self._let_go_before(keys)
+        self._begin(keys)
         with self._known.lock():
             return self._where(keys)[1].numbers >= 0
 
-    def _let_go_before(self, keys: Keys) -> None:
-        """Let unused namespaces go before another one is used; without the lock."""
+    def _begin(self, keys: Keys) -> None:
+        """Do what comes before a look at a namespace, and without the lock."""
         if keys.namespace not in self._known.located:
             self._known.let_go()  # else a process that only reads would hold all it ever used
+        if self._bucket is None or not self._health.reads or self._known.closed or len(keys) == 0:
+            return
+
+        def has_all() -> bool:
+            with self._known.lock():
+                return bool((self._where(keys)[1].numbers >= 0).all())
+
+        try:
+            has_changed = self._bucket.look(keys.namespace, has_all)
+        except NewerFormatError as error:
+            self._health.fault(error, self._bucket.objects.bucket.url)
+            return
+        if has_changed:
+            with self._known.lock():
+                if (index := self._known.located.get(keys.namespace)) is not None:
+                    index.look_again()
 
     def _where(self, keys: Keys) -> tuple[NamespaceIndex | None, RowLocations]:
         """The index of the namespace, or None, and where each key is; with the lock held."""
@@ -94,7 +163,7 @@ class Reader:
             if now - self._touched.get(segment.path, -_TOUCHED_EVERY) >= _TOUCHED_EVERY:
                 self._touched[segment.path] = now
                 with contextlib.suppress(OSError):
-                    self._directory.fs.touch(segment.path)
+                    self._fs.touch(segment.path)
 
 
 class _Job(NamedTuple):
@@ -139,13 +208,13 @@ class _Ahead:
     Rows of `size` bytes together: for many, it asks in a thread, as a system with a full queue waits.
     """
 
-    def __init__(self, segments: Mapping[int, AnySegment], rows: Mapping[int, Array], size: int) -> None:
+    def __init__(self, segments: Mapping[int, AnySegment], rows: dict[int, Array], size: int) -> None:
         self._segments, self._rows, self._size = segments, rows, size
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> _Ahead:
-        if any(isinstance(one, Segment) and one.fs.is_remote for one in self._segments.values()):
-            self()
+        away = [n for n, one in self._segments.items() if isinstance(one, Segment) and one.is_away()]
+        self._ask({number: self._rows.pop(number) for number in away})  # here, as they come for this thread
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -155,19 +224,20 @@ class _Ahead:
     def __call__(self) -> None:
         """Ask for all rows, the first time that this is called."""
         rows, self._rows = self._rows, {}
-
-        def ask() -> None:
-            for number, some in rows.items():
-                with contextlib.suppress(OSError):  # reading will meet the same error
-                    self._segments[number].read_ahead(some)
-
         if rows and self._size >= _ASKED_BESIDE:
-            thread = threading.Thread(target=ask, name="torchcache2 read-ahead", daemon=True)
+            thread = threading.Thread(
+                target=self._ask, args=(rows,), name="torchcache2 read-ahead", daemon=True
+            )
             with contextlib.suppress(RuntimeError):  # there are too many threads, or the interpreter ends
                 thread.start()
                 self._thread = thread
                 return
-        ask()
+        self._ask(rows)
+
+    def _ask(self, rows: Mapping[int, Array]) -> None:
+        for number, some in rows.items():
+            with contextlib.suppress(OSError):  # reading will meet the same error
+                self._segments[number].read_ahead(some)
 
 
 def _read(

@@ -26,6 +26,7 @@ from torchcache2.files.filesystem import Descriptor, StrangeFileError, is_read_o
 from torchcache2.files.layout import HEAD, SEGMENT
 from torchcache2.files.removal import Allowance, Removal, room_after, used_bytes
 from torchcache2.files.segment import Encoded, Segment, encode, write
+from torchcache2.tiers.bucket.source import BucketSource
 from torchcache2.tiers.disk.health import Health
 from torchcache2.tiers.disk.index import NamespaceIndex
 from torchcache2.tiers.disk.known import Known
@@ -92,11 +93,12 @@ class AwaitedUploads:
             return 0
 
 
-def delete_files(directory: CacheDirectory, known: Known, health: Health, namespace: bytes) -> None:
+def delete_files(known: Known, health: Health, namespace: bytes) -> None:
     """Delete the segments of a namespace, and close them; without the lock.
 
     Files that cannot be deleted, such as those of another user, are not opened again.
     """
+    directory = known.directory
     folder = directory.folder(namespace)
     try:
         contents = directory.contents(namespace.hex())
@@ -123,8 +125,7 @@ class Sealing:
 
     The whole directory has at most `budget` bytes. `description(namespace)` is what ``fingerprint.json`` says
     about a namespace. A directory that is `temporary` is not made again once it has been deleted. One that is
-    `mirrored` in a bucket loses nothing that the bucket lacks: a segment waits until there is room for it.
-    `sealed()` is called when one was written.
+    in front of a `bucket` loses nothing that the bucket lacks: a segment waits until there is room for it.
 
     Attributes
     ----------
@@ -148,8 +149,7 @@ class Sealing:
         *,
         target: int,
         temporary: bool,
-        mirrored: bool,
-        sealed: Callable[[], object] | None,
+        bucket: BucketSource | None,
     ) -> None:
         self.evictions = self.lost = 0
         self.is_last = False
@@ -162,8 +162,7 @@ class Sealing:
         self._policy = policy
         self._description = description
         self._temporary = temporary
-        self._mirrored = mirrored
-        self._on_sealed = sealed
+        self._bucket = bucket
         self._allowance = Allowance(target)
         self._one_at_a_time = ProcessLock()
         self._serialisable = Serialisable(health.tell, "such outputs stay in memory, not on disk: %s")
@@ -235,7 +234,7 @@ class Sealing:
                 self.forget(pending)
                 return False
             path = os.path.join(folder, name)
-            segment = Segment.written(self._fs, self._known.descriptors, path, encoded)
+            segment = Segment.written(self._known.directory.fs, self._known.descriptors, path, encoded)
             segment.keys = None
             with self._known.lock():
                 self._known.begin()
@@ -246,8 +245,8 @@ class Sealing:
                         self._fs.remove(path)
                 else:
                     located.sealed(pending.number, segment)
-            if self._on_sealed is not None:
-                self._on_sealed()
+            if self._bucket is not None:
+                self._bucket.wake()
             self._write_runs(located)
             return True
         except Exception as error:
@@ -265,7 +264,7 @@ class Sealing:
             return
         try:
             if not write_runs(
-                self._directory, located.namespace, max(self._budget, 1), self._has_room_for_run
+                self._known.directory, located.namespace, self._known.limit, self._has_room_for_run
             ):
                 return
             with self._known.lock():
@@ -279,7 +278,7 @@ class Sealing:
 
     def _has_room_for_run(self, size: int) -> bool:
         """Whether a run fits into the budget; room is made for one that is small, where any row may go."""
-        if self._policy != "lru" or self._mirrored or size > self._budget // 8:
+        if self._policy != "lru" or self._bucket is not None or size > self._budget // 8:
             return used_bytes(self._directory.scan()) + size <= self._budget
         self._known.hold_what_is_used()
         with contextlib.suppress(PermissionError), self._one_at_a_time():
@@ -339,21 +338,21 @@ class Sealing:
         except PermissionError:
             self._health.faults += 1  # the segments that would make room belong to another user
         if room < 0:
-            self._health.full(self._budget, mirrored=self._mirrored)
+            self._health.full(self._budget, mirrored=self._bucket is not None)
             return False
         self._allowance.looked(room, size)
         return True
 
     def _room_after(self, size: int) -> int:
         """The bytes that are left when a segment is written; less than 0 if it does not fit."""
-        awaited = AwaitedUploads(self._directory) if self._mirrored else None
+        awaited = AwaitedUploads(self._directory) if self._bucket is not None else None
         while True:
             room = room_after(
                 self._directory,
                 size,
                 self._budget,
                 lru=self._policy == "lru",
-                mirrored=self._mirrored,
+                mirrored=self._bucket is not None,
                 removed=self._removed,
             )
             if room >= 0 or awaited is None or not awaited.one_more():

@@ -27,6 +27,7 @@ from torchcache2.files.errors import NewerFormatError
 from torchcache2.files.filesystem import FileSystem
 from torchcache2.files.removal import remove_leftovers, used_bytes
 from torchcache2.tiers.base import Found, Signals, Tier, TierStats
+from torchcache2.tiers.bucket.source import BucketSource
 from torchcache2.tiers.disk.health import Health
 from torchcache2.tiers.disk.known import Known
 from torchcache2.tiers.disk.reading import Reader
@@ -65,12 +66,13 @@ class DiskTier(Tier):
     most_seconds : callable, optional
         Called once in each process that writes: no more rows may wait there than it writes in so many
         seconds. None, or a result of None: as many as `queue` allows.
-    closed, sealed : callable, optional
-        Called at the end of `close`, such as to delete a temporary directory, and after each new segment.
+    closed : callable, optional
+        Called at the end of `close`, such as to delete a temporary directory.
     signals : Signals, optional
         What the processes of a job tell each other.
-    mirrored : bool
-        Whether a bucket gets every segment: those that it has make room for new ones, and no others do.
+    bucket : BucketSource, optional
+        The bucket below the directory, closed with the tier. It gets every segment, and those that it has are
+        found too; these make room for new ones here, and no others do.
     writes : bool
         False: nothing in the directory is changed, and the good rows of a damaged segment are served.
 
@@ -100,25 +102,28 @@ class DiskTier(Tier):
         temporary: bool = False,
         most_seconds: Callable[[], float | None] | None = None,
         closed: Callable[[], None] | None = None,
-        sealed: Callable[[], object] | None = None,
         signals: Signals | None = None,
-        mirrored: bool = False,
+        bucket: BucketSource | None = None,
         writes: bool = True,
     ) -> None:
         self.budget = budget
         self.policy = policy
-        self.mirrored = mirrored
-        self.directory = CacheDirectory(os.fspath(path), fs if fs is not None else FileSystem())
+        self.bucket = bucket
+        if bucket is None:
+            self.directory = CacheDirectory(os.fspath(path), fs if fs is not None else FileSystem())
+            known, limit = self.directory, max(budget, 1)
+        else:
+            self.directory, known, limit = bucket.local, bucket.directory, bucket.limit
         self._queue = queue
         self._target = max(1, min(_SEGMENT_BYTES, budget // 8, queue // 4))
         self._delay = delay
         self._most_seconds = most_seconds
-        self._goes_with = os.getpid() if temporary and not mirrored else None  # the process
+        self._goes_with = os.getpid() if temporary and bucket is None else None  # the process
         self._on_closed = closed
         self._signals = Signals() if signals is None else signals
         drops = self._signals.drops
         self._health = Health(self.directory, self._signals.tell, serves_only=not writes)
-        self._known = Known(self.directory, self._health, max(budget, 1), in_use, self._make_writer, drops)
+        self._known = Known(known, self._health, limit, in_use, self._make_writer, drops)
         self._lock = self._known.lock
         self._sealing = Sealing(
             self.directory,
@@ -130,11 +135,15 @@ class DiskTier(Tier):
             description,
             target=self._target,
             temporary=temporary,
-            mirrored=mirrored,
-            sealed=sealed,
+            bucket=bucket,
         )
-        self._reader = Reader(self.directory, self._known, self._health)
+        self._reader = Reader(self._known, self._health, bucket)
         self._open_directory()
+
+    @property
+    def cause(self) -> Exception | None:
+        """Why the bucket is left out now; None if it is not."""
+        return None if self.bucket is None else self.bucket.objects.cause
 
     @property
     def path(self) -> str:
@@ -149,6 +158,9 @@ class DiskTier(Tier):
         except Exception as error:  # such as a lack of memory; a fault is a miss
             self._health.fault(error, self.path)
             return Found([])
+        finally:
+            if self.bucket is not None:
+                self.bucket.folder.done()
 
     def has(self, keys: Keys) -> Flags:
         """Whether each key has a row here now, be it one that waits to be written."""
@@ -179,10 +191,6 @@ class DiskTier(Tier):
             self._known.writer.wait_for_room()
         return kept
 
-    def offer(self, keys: Keys, rows: Rows) -> int:
-        """Keep rows that a slower tier has; none if that is a bucket, from which whole segments come."""
-        return 0 if self.mirrored else super().offer(keys, rows)
-
     def drop(self, namespace: bytes) -> None:
         """Forget every row of a namespace, and delete its segments."""
         if holds(self._lock()):
@@ -191,7 +199,9 @@ class DiskTier(Tier):
         with self._lock():
             self._known.begin()
             self._known.start_anew(namespace)
-        delete_files(self.directory, self._known, self._health, namespace)
+        delete_files(self._known, self._health, namespace)
+        if self.bucket is not None:
+            self.bucket.drop(namespace)
 
     def describe(self, namespace: bytes, description: Mapping[str, Any], *, create: bool) -> None:
         """Write a newer description to ``fingerprint.json``; if there is none yet, only with `create`."""
@@ -219,6 +229,8 @@ class DiskTier(Tier):
             writer = self._known.writer
         if writer is not None:
             writer.flush()
+        if self.bucket is not None:
+            self.bucket.flush()
 
     def close(self) -> None:
         """Flush, close every file, and end the thread. From then on nothing is found or kept."""
@@ -246,6 +258,8 @@ class DiskTier(Tier):
         with self._lock():
             self._known.located.clear()
             self._known.descriptors.clear()
+        if self.bucket is not None:
+            self.bucket.close()
         if self._on_closed is not None:
             self._on_closed()
 
@@ -259,11 +273,28 @@ class DiskTier(Tier):
         except OSError as error:
             self._health.fault(error, self.path)
             size = 0
-        return TierStats(rows, size, self._sealing.evictions, self._health.corrupt, self._health.faults)
+        corrupt, faults = self._health.corrupt, self._health.faults
+        if self.bucket is not None:
+            corrupt, faults = corrupt + self.bucket.objects.corrupt, faults + self.bucket.objects.faults
+        return TierStats(rows, size, self._sealing.evictions, corrupt, faults)
+
+    def count(self, namespace: bytes) -> int:
+        """How many rows of a namespace, which was asked for, are here."""
+        with self._lock():
+            self._known.begin()
+            located = self._known.located.get(namespace)
+            return 0 if located is None else len(located)
+
+    def counts(self) -> dict[str, int]:
+        """What `CacheStats` says of this tier."""
+        objects = None if self.bucket is None else self.bucket.objects
+        moved = {} if objects is None else {"bytes_up": objects.bytes_up, "bytes_down": objects.bytes_down}
+        return super().counts() | moved
 
     def reasons(self, namespace: bytes) -> list[Exception]:
-        """Why segments cannot be opened, and what the system has refused."""
-        return self._known.unopened(namespace) + self._health.last
+        """Why segments cannot be opened, what the system has refused, and why the bucket is left out."""
+        causes = [] if self.cause is None else [self.cause]
+        return self._known.unopened(namespace) + self._health.last + causes
 
     @property
     def index_bytes(self) -> int:
@@ -274,7 +305,8 @@ class DiskTier(Tier):
     def is_busy_here(self) -> bool:
         """Whether this thread is at work in this tier, and the garbage collector calls from there."""
         writes = self._known.writer is not None and self._known.writer.writes_here()
-        return writes or holds(self._lock())
+        uploads = self.bucket is not None and self.bucket.is_busy_here()
+        return writes or uploads or holds(self._lock())
 
     def _open_directory(self) -> None:
         try:

@@ -128,15 +128,15 @@ class ArenaTable:
         self._sizes[arena] = size
 
     def link(self, keys: Keys, arena: Arena) -> None:
-        """Note that this arena has rows of the group of these keys."""
-        if not keys.group:
+        """Note that this arena has rows of the group of these keys, if the budget has room for the note."""
+        size = self._bytes_of_group(keys)
+        if not keys.group or (size and self.nbytes + size > self.budget):
             return
         groups = self._groups.setdefault(keys.namespace, {})
-        if len(groups) >= _MOST_GROUPS and keys.group not in groups:
+        if len(groups) >= _MOST_GROUPS and size:
             self.nbytes -= _GROUP_BYTES * len(groups)
             groups.clear()  # rows of these groups are not found until they are put again
-        if keys.group not in groups:
-            self.nbytes += _GROUP_BYTES
+        self.nbytes += size
         arenas = groups.setdefault(keys.group, [])
         if not any(other is arena for other in arenas):
             arenas.append(arena)
@@ -210,11 +210,15 @@ class ArenaTable:
         self._reserve = (before - self.nbytes) // _LEFT_FREE
         return True
 
-    def make_room(self, namespace: bytes, arena: Arena, count: int, evicts: bool) -> int:
-        """Make room for `count` rows, or for as many as the budget and the policy allow; returns how many."""
+    def make_room(self, keys: Keys, arena: Arena, count: int, evicts: bool) -> int:
+        """Make room for `count` rows, or for as many as the budget and the policy allow; returns how many.
+
+        Their group, which takes memory of its own, finds room too.
+        """
+        namespace = keys.namespace
         is_owned = namespace not in self._replicas
-        while arena.room < count:
-            free = self._left - _GROUP_BYTES + (self._reserve if is_owned else 0)
+        while arena.room < count or self.nbytes + self._bytes_of_group(keys) > self.budget:
+            free = self._left - self._bytes_of_group(keys) + (self._reserve if is_owned else 0)
             if arena.cost(slab := arena.slab(count)) <= free and self._grow(arena, slab):
                 return count
             if is_owned and self.drop_replicas():
@@ -236,6 +240,11 @@ class ArenaTable:
             return kept
         return count
 
+    def _bytes_of_group(self, keys: Keys) -> int:
+        """Bytes that `link` will add."""
+        is_new = keys.group and keys.group not in self._groups.get(keys.namespace, {})
+        return _GROUP_BYTES if is_new else 0
+
     def _grow(self, arena: Arena, count: int) -> bool:
         try:
             return arena.reserve(count)
@@ -255,14 +264,17 @@ class ArenaTable:
         return True
 
     def _evict(self, favoured: Arena, count: int) -> bool:
-        """Forget least recently used rows of the size of `count` favoured ones; False if there are none."""
+        """Forget least recently used rows of the size of `count` favoured ones; False if there are none.
+
+        If that is none, any memory is needed, and not room for such rows.
+        """
         arenas = list(self)
         lengths = list(map(len, arenas))
         total = sum(lengths)
         if total == 0:
             return False
         row_bytes = np.repeat([arena.row_bytes for arena in arenas], lengths)
-        needed = count * favoured.row_bytes
+        needed = max(1, count) * favoured.row_bytes
         most = max(count, total // _EVICTED_AT_ONCE, round(needed / float(row_bytes.mean())) + 1)
         ticks = np.concatenate([arena.ticks for arena in arenas])
         if most < total:
@@ -277,7 +289,7 @@ class ArenaTable:
             start, end = end, end + length
             low, high = np.searchsorted(victims, [start, end])
             arena.remove(victims[low:high] - start)
-            if arena is not favoured and high > low:
+            if high > low and (arena is not favoured or count <= 0):
                 arena.shrink()
                 self.measure(arena)
         self.evictions += len(victims)

@@ -196,7 +196,7 @@ class MemoryTier(Tier):
         self._arenas.pop_empty(keys.namespace)
         self._told(
             "memory",
-            "there is no memory to copy rows, which are then computed again, or not kept: %s. "
+            "not enough memory to copy rows, so they are computed again, or not kept: %s. "
             "Lower max_memory_cache_size, or keep rows on the host with memory_cache_device='cpu'",
             str(error),
         )
@@ -262,7 +262,7 @@ class MemoryTier(Tier):
             return 0
         self._clock += 1
         self._arenas.last_used[keys.namespace] = self._clock
-        kept = self._arenas.make_room(keys.namespace, arena, len(keys), evicts)
+        kept = self._arenas.make_room(keys, arena, len(keys), evicts)
         if kept < len(keys):
             if self.policy == "mru" and not self._spills and not self._arenas.has_replicas(keys.namespace):
                 self._told(
@@ -311,5 +311,5 @@ class MemoryTier(Tier):
                 arena = self._arenas.make(namespace, name, are_remote=are_remote)
             except (AssertionError, OSError, MemoryError, RuntimeError) as error:
                 # Torch raises an `AssertionError` if it was built without support for the device.
-                self._told("device", "there is no memory for rows on %s: %s", device, error)
+                self._told("device", "not enough memory for rows on %s: %s", device, error)
         return arena

@@ -550,7 +550,7 @@ class Clients:
         self.breaker.faults += 1
         if self.breaker.allows(node.part):  # another thread may have found out at the same time
             self.breaker.failed(node.part, is_lasting=True)
-        message = "the Redis server %s fails, and what it keeps is computed again: %s. It is tried later"
+        message = "the Redis server %s fails, so its rows are computed again: %s. It is tried again later"
         self.tell(f"{node.name} {type(error).__name__}", message, node.name, self._text_of(error))
 
     def _error_reply(self, node: Node, command: bytes, error: Exception) -> None:

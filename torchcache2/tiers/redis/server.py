@@ -63,9 +63,9 @@ _EXPENDABLE = 500
 _BYTES = 2048  # that a rank says at once
 _LONGEST_ERROR = 300  # characters
 _NO_GROUP = (
-    'backend="redis" without hosts starts a server on each node, whose addresses the ranks of several nodes '
-    "tell each other: call torch.distributed.init_process_group before, or give cluster_mode=False, with "
-    "which each node has its own rows, or hosts=…"
+    'backend="redis" without hosts starts a server on each node, and the ranks tell each other the '
+    "addresses: call torch.distributed.init_process_group before. Or pass hosts=…, or cluster_mode=False, so "
+    "that each node has its own rows"
 )
 
 
@@ -344,7 +344,7 @@ def _started(folder: str, file: Descriptor, host: str | None, limits: _Limits) -
         os.ftruncate(file.number, 0)
         os.pwrite(file.number, json.dumps(about).encode(), 0)
         if not answers(server):
-            raise OptionError(f"the Redis server {server.name} has started, and does not answer")
+            raise OptionError(f"the Redis server {server.name} has started but does not answer")
     except BaseException:
         let_go(guard)  # a watcher ends its server then
         watcher.remove(folder)

@@ -76,7 +76,7 @@ class Chunks:
                     is_taught = name in self._numbers or self._teach(text)
                     self._learn()
         if self._numbers.setdefault(name, 0) == 0:  # what was read from the text is another schema, or none
-            raise UnserialisableError("the schema of the output has no text from which it can be made again")
+            raise UnserialisableError("the schema of the output cannot be written as text")
         return self._numbers[name]
 
     def _teach(self, text: bytes) -> bool:

@@ -119,7 +119,9 @@ class SharedTier(Tier):
                 return Found([])
             if table.corrupt > before:
                 self._corrupt += table.corrupt - before
-                self._told("corrupt", "rows in shared memory differ from their checksums: they are misses")
+                self._told(
+                    "corrupt", "rows in shared memory differ from their checksums: they count as misses"
+                )
             return Found(parts)
 
         return self._guarded(found) or Found([])
@@ -248,7 +250,7 @@ class SharedTier(Tier):
             self._is_off = True
             self._tables.clear()
         # As text: a log record that keeps the error would keep what its frames refer to.
-        self._told("fault", "shared memory cannot be used: what it has is computed here (%s)", repr(error))
+        self._told("fault", "shared memory cannot be used, so its rows are computed again (%s)", repr(error))
 
     def _catch_up(self) -> None:
         """Do what was asked for meanwhile, by others too."""

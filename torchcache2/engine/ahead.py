@@ -1,0 +1,242 @@
+"""`Ahead`: a loader whose next batches have their rows read while the batches before them are used.
+
+The thread of the loop asks the loader for batches: loaders are made for one thread, and draw random numbers
+in order. A call of the cached module then says how the next batches will be called, under the modes of torch
+that hold for it, which are part of keys and differ between threads. Another thread makes the keys, and reads
+the rows into a `Room`, where all look-ups of the budget look first. A row is found there under the key that
+it was put under: a wrong guess, such as of weights that change, costs the time of reading.
+"""
+
+from __future__ import annotations
+
+import functools
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchcache2.core.keys import Keys
+from torchcache2.core.logs import logger
+from torchcache2.core.process import ProcessLock, before_pools_end
+from torchcache2.core.rows import Parts
+
+_MOST_UNUSED = 4  # batches in a row that are read and not asked for
+_LOOK_EVERY = 1.0  # seconds between looks whether the thread still lives
+
+Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
+KeysOf = Callable[[tuple[Any, ...], Mapping[str, Any]], Callable[[], Keys]]  # what makes the keys of a call
+Read = Callable[[Keys, "Room", "_Batch"], None]
+
+
+class _Batch:
+    """A batch of the loader: what a call will get of it, and whether its rows have been read."""
+
+    def __init__(self, content: Any, arguments: Arguments) -> None:
+        self.content, self.arguments = content, arguments
+        self.is_read: threading.Event | None = None  # None: nobody was asked to read its rows
+        self.is_over = False
+
+
+class Room:
+    """Rows of batches to come, by key. Safe under threads.
+
+    Rows of a batch that is asked for as a whole are handed over, so that they are not copied.
+    """
+
+    def __init__(self) -> None:
+        self._lock = ProcessLock()
+        self._batches: dict[_Batch, tuple[Keys, Parts]] = {}
+        self._used: set[_Batch] = set()
+
+    def put(self, batch: _Batch, keys: Keys, parts: Parts) -> None:
+        """Keep the rows of a batch until it is over."""
+        with self._lock():
+            if parts and not batch.is_over:
+                self._batches[batch] = keys, parts
+
+    def get(self, keys: Keys) -> Parts:
+        """The rows of those keys that are here, of one batch at most."""
+        with self._lock():
+            for batch, (brought, parts) in self._batches.items():
+                if brought.namespace != keys.namespace:
+                    continue
+                if np.array_equal(brought.data, keys.data):
+                    del self._batches[batch]
+                    return parts
+                if found := _among(keys, brought, parts):
+                    self._used.add(batch)
+                    return found
+        return []
+
+    def drop(self, namespace: bytes) -> None:
+        """Forget the rows of a namespace."""
+        with self._lock():
+            self._batches = {b: one for b, one in self._batches.items() if one[0].namespace != namespace}
+
+    def end(self, batch: _Batch) -> bool:
+        """Forget the rows of a batch that is over; whether there are some that nobody has asked for."""
+        with self._lock():
+            batch.is_over = True
+            was_used = batch in self._used
+            self._used.discard(batch)
+            return self._batches.pop(batch, None) is not None and not was_used
+
+
+def _among(keys: Keys, brought: Keys, parts: Parts) -> Parts:
+    """Copies of the rows of those keys that a batch has, which may be a larger one, or in another order."""
+    found = []
+    for where, rows in parts:
+        words = brought.words[where]
+        order = np.argsort(words[:, 0])
+        nearest = np.searchsorted(words[:, 0], keys.words[:, 0], sorter=order).clip(max=len(order) - 1)
+        at = order[nearest]
+        positions = np.flatnonzero((words[at] == keys.words).all(axis=1))
+        if len(positions):
+            found.append((positions, rows.take(torch.from_numpy(at[positions]))))
+    return found
+
+
+class Loop:
+    """One loop over an `Ahead`: its batches that are not used yet, and the thread that reads their rows."""
+
+    def __init__(self, tell: Callable[..., None], name: str) -> None:
+        self.room = Room()
+        self.batches: deque[_Batch] = deque()
+        self._tell, self._name = tell, name
+        self._current: _Batch | None = None
+        self._unused = 0
+        self._lock = ProcessLock()
+        self._thread: threading.Thread | None = None
+        # A finalizer may `put` at any point: that takes no lock.
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+
+    def bring(self, keys_of: KeysOf, read: Read) -> None:
+        """Have the rows of the next batches read, under the modes that hold in this thread."""
+        if self._unused >= _MOST_UNUSED:
+            return
+        with self._lock():
+            for batch in [one for one in [*self.batches] if one.is_read is None]:
+                try:
+                    make = keys_of(*batch.arguments)
+                except Exception as error:
+                    self._stop(f"the arguments of a batch cannot be put in keys: {error}")
+                    return
+                if not self._has_thread():
+                    return
+                batch.is_read = threading.Event()
+                self._tasks.put(functools.partial(_read, batch, self.room, make, read))
+
+    def next(self) -> Any:
+        """The next batch, when its rows have been read, if they are to be."""
+        batch = self._current = self.batches.popleft()
+        if batch.is_read is not None and self._thread is not None:
+            while not batch.is_read.wait(_LOOK_EVERY) and self._thread.is_alive():  # a fork has none
+                pass
+        return batch.content
+
+    def passed(self) -> None:
+        """Let go of the batch that came last."""
+        if (batch := self._current) is None:
+            return
+        self._current = None
+        if self.room.end(batch):
+            self._unused += 1
+            if self._unused == _MOST_UNUSED:
+                self._stop(f"calls have not asked for {_MOST_UNUSED} batches that were read")
+        elif batch.is_read is not None:
+            self._unused = 0
+
+    def end(self) -> None:
+        """End the thread. A finalizer may call this in any thread, at any point: it takes no lock."""
+        for batch in [*self.batches, *([self._current] if self._current else [])]:
+            batch.is_over = True
+        self._tasks.put(None)
+
+    def _stop(self, why: str) -> None:
+        self._unused = _MOST_UNUSED
+        advice = "inputs= of ahead has to give what the forward gets of a batch"
+        self._tell("ahead", "%s: nothing is read ahead any more, as %s; %s", self._name, why, advice)
+
+    def _has_thread(self) -> bool:
+        """Whether the thread lives, which is started if there was none."""
+        if self._thread is None:
+            # The process waits for it when it ends: torch's code may abort where a thread is stopped in it.
+            thread = threading.Thread(target=_work, args=(self._tasks,), name="torchcache2 ahead")
+            try:
+                thread.start()
+            except RuntimeError:  # the process ends, or there are too many
+                return False
+            self._thread = thread
+            before_pools_end(self.end)
+        return self._thread.is_alive()
+
+
+def _read(batch: _Batch, room: Room, make: Callable[[], Keys], read: Read) -> None:
+    assert batch.is_read is not None
+    try:
+        if not batch.is_over:
+            read(make(), room, batch)
+    except Exception as error:  # the call will meet it, too
+        logger.debug("a batch is not read ahead: %r", error)
+    finally:
+        batch.is_read.set()
+
+
+def _work(tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (task := tasks.get()) is not None:
+        task()
+        task = None  # while this waits, it keeps nothing of the batch
+
+
+class Ahead:
+    """The batches of a loader, unchanged and in order; see `ModuleCache.ahead`.
+
+    Attributes of the loader are found here, too, such as its `sampler`.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        batches: int,
+        arguments: Callable[[Any], Arguments],
+        begin: Callable[[], Loop],
+        end: Callable[[Loop], None],
+    ) -> None:
+        self.loader, self.batches = loader, batches
+        self._arguments, self._begin, self._end = arguments, begin, end
+
+    def __iter__(self) -> Iterator[Any]:
+        pulled, failure, is_last = iter(self.loader), None, False
+        loop = self._begin()  # when the loader has forked its workers
+        try:
+            while failure is None or loop.batches:
+                try:
+                    # What Accelerate's loaders do after their last batch has to wait until that was used.
+                    while failure is None and len(loop.batches) <= (0 if is_last else self.batches):
+                        batch = next(pulled)
+                        is_last = bool(getattr(self.loader, "end_of_dataloader", False))
+                        loop.batches.append(_Batch(batch, self._arguments(batch)))
+                except Exception as error:  # batches before it come first
+                    failure = error
+                if loop.batches:
+                    batch = loop.next()
+                    if is_last:  # such a loader says it of the batch that is used now
+                        vars(self.loader)["end_of_dataloader"] = not loop.batches
+                    yield batch
+                    loop.passed()
+            if not isinstance(failure, StopIteration):
+                raise failure
+        finally:
+            self._end(loop)
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # of a copy that has nothing yet
+            raise AttributeError(name)
+        return getattr(self.loader, name)
