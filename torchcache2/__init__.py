@@ -31,6 +31,7 @@ if _typing.TYPE_CHECKING:
     from torchcache2.decorator.modulecache import ModuleCache
     from torchcache2.decorator.torchcache import cache_of, torchcache, uncache
     from torchcache2.engine.cache import Cache
+    from torchcache2.engine.estimate import Estimate
     from torchcache2.engine.progress import WarmupStats
     from torchcache2.engine.stats import CacheStats
 
@@ -43,6 +44,7 @@ __all__ = [
     "DatasetStats",
     "DecorationError",
     "DeviceError",
+    "Estimate",
     "InputError",
     "Keys",
     "LazyModule",
@@ -76,6 +78,7 @@ _FILES = {
     "CacheStats": "engine.stats",
     "CachedDataset": "datasets.cached",
     "DatasetStats": "datasets.tally",
+    "Estimate": "engine.estimate",
     "Keys": "core.keys",
     "LazyModule": "decorator.lazymodule",
     "LazyShardDataset": "datasets.shards",

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from tests.benchmarks import (
+    ahead,
     buckets,
     codecs,
     collective,
@@ -39,6 +40,7 @@ SECTIONS = {
     "codecs": codecs.run,
     "disk": disk.run,
     "index": index.run,
+    "ahead": ahead.run,
     "ranks": ranks.run,
     "collective": collective.run,
     "slots": slots.run,
@@ -58,7 +60,7 @@ def main():
         section = SECTIONS[name]
         if name in PLOTS:
             section = partial(section, plot=Path(options.plots, PLOTS[name]))
-        if name in ("disk", "index", "datasets"):
+        if name in ("disk", "index", "ahead", "datasets"):
             section = partial(section, folder=options.dir)
         torch.manual_seed(0)
         section(report)
@@ -80,7 +82,7 @@ def _options():
     parser.add_argument(
         "--dir",
         metavar="PATH",
-        help="where `disk`, `index` and `datasets` write 3 GB and delete them (default: a temporary folder)",
+        help="where sections that measure disks write 3 GB and delete them (default: a temporary folder)",
     )
     options = parser.parse_args()
     for name in options.sections:

@@ -285,7 +285,7 @@ def test_the_folder_is_this_one_by_default(path, monkeypatch):
 
 def test_ls_prints_a_line_for_each_namespace_the_last_used_first(path):
     header, *lines = run("ls", path).cells
-    assert header == ["namespace", "class", "rows", "bytes", "ratio", "age", "last use", "in use"]
+    assert header == ["namespace", "class", "rows", "bytes", "a row", "ratio", "age", "last use", "in use"]
     assert [line[:3] for line in lines] == [
         [FIRST[:8], "models.Backbone", "30"],
         [SECOND[:8], "models.Encoder", "20"],
@@ -294,8 +294,10 @@ def test_ls_prints_a_line_for_each_namespace_the_last_used_first(path):
     now = datetime.datetime.now(datetime.timezone.utc)
     age = (now - datetime.datetime.fromisoformat(CREATED)).days
     for line in lines:
-        assert int(line[5].removesuffix(" d")) in (age, age + 1)
-        assert line[6].endswith(" d") and line[7] == "no"
+        size = sum(file.stat().st_size for file in (path / line[0]).parent.glob(f"{line[0]}*/*.safetensors"))
+        assert line[4] == f"{size // int(line[2])} B"
+        assert int(line[6].removesuffix(" d")) in (age, age + 1)
+        assert line[7].endswith(" d") and line[8] == "no"
 
 
 def test_ls_in_json_has_the_whole_names_and_exact_numbers(path):
@@ -392,7 +394,7 @@ def test_a_name_from_a_file_does_not_steer_the_terminal(path):
     (path / FIRST / FINGERPRINT).write_text(json.dumps({"class": name}))
     line = run("ls", path).cells[1]
     assert (
-        len(line) == 8 and line[1].startswith("models.?[2J?Back?bone?[bold red]?xxx") and len(line[1]) <= 120
+        len(line) == 9 and line[1].startswith("models.?[2J?Back?bone?[bold red]?xxx") and len(line[1]) <= 120
     )
     (path / FIRST / FINGERPRINT).write_text(json.dumps({"class": "\x1b[2J\x07[bold red]"}))
     text = run_in_terminal("ls", path)
@@ -1156,6 +1158,8 @@ def test_a_terminal_gets_aligned_columns_and_a_bold_header(path, monkeypatch):
         "class",
         "rows",
         "bytes",
+        "a",
+        "row",
         "ratio",
         "age",
         "last",

@@ -58,8 +58,13 @@ def test_options_are_called_by_their_own_names():
     ("memory", "disk", "has_path", "text"),
     [
         ("1kB", 0, False, "are loaded in each epoch: raise the budgets of memory or disk"),
-        ("1kB", "1kB", True, "are loaded in each epoch: raise the budgets of memory or disk"),
-        ("2MB", "1kB", True, "items/s)"),  # later runs find less, but this one finds all
+        ("1kB", "1kB", True, "the budgets of memory or disk; disk_cache_size='24.2 kB' has room for all"),
+        (
+            "2MB",
+            "1kB",
+            True,
+            "items/s). Later runs find only what fits on disk; disk_cache_size='24.2 kB' has room for all",
+        ),
         ("1kB", "2MB", True, "What does not fit in memory is read from the disk"),
         ("20kB", "20kB", False, "What does not fit in memory is read from the disk"),
     ],

@@ -314,7 +314,7 @@ def test_the_first_rank_shows_a_bar_and_one_line_of_cost(capfd, monkeypatch):
     (line,) = [line for line in shown.replace("\r", "\n").splitlines() if "an item" in line]
     assert (
         line.startswith("Net: 100 items: memory 5.1 kB of ")
-        and "disk up to 800 B of 10.0 GB; about 0:00:0" in line
+        and "disk 3.2 kB of 10.0 GB; about 0:00:0" in line
     )
     assert "items/s" in line and "100/100" in shown
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -108,10 +108,11 @@ def _ls(directory: _Dir = ".", form: _AsFormat = _Format.table) -> None:
     if form is _Format.json:
         out.print_json([one.to_json() for one in found])
         return
-    columns = ("namespace", "class", "rows", "bytes", "ratio", "age", "last use", "in use")
+    columns = ("namespace", "class", "rows", "bytes", "a row", "ratio", "age", "last use", "in use")
     rows = []
     for name, one in zip(out.prefixes([one.id for one in found]), found, strict=True):
-        numbers = (f"{one.rows:,}", out.size(one.nbytes), out.ratio(one.ratio))
+        each = out.size(one.stored_bytes // one.rows) if one.rows else "-"
+        numbers = (f"{one.rows:,}", out.size(one.nbytes), each, out.ratio(one.ratio))
         ages = (out.ago(one.created), out.ago(one.last_used))
         rows.append((name, one.title, *numbers, *ages, {True: "yes", False: "no", None: "?"}[one.in_use]))
     out.print_table(columns, rows)

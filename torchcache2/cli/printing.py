@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 _LEAST_PREFIX = 8  # characters of a namespace
-_NUMBERS = ("rows", "bytes", "ratio", "segments", "files", "age", "last use")
+_NUMBERS = ("rows", "bytes", "a row", "ratio", "segments", "files", "age", "last use")
 _UNITS = ("KB", "MB", "GB", "TB", "PB")
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -26,10 +27,17 @@ from torchcache2.datasets.recipe import Keeper, Recipe
 from torchcache2.datasets.served import ServedRecipe, kept_in, with_samples
 from torchcache2.datasets.source import Source
 from torchcache2.datasets.store import Store
+from torchcache2.engine.estimate import Estimate, Looks, row_sizes
 from torchcache2.engine.progress import Progress, WarmupStats
+from torchcache2.engine.randomness import RandomState
+from torchcache2.engine.values.samples import Samples
 from torchcache2.files.layout import HEAD
 from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
 
+_HINTS = {
+    "advice": "Samples that do not fit are loaded in each epoch: raise the budgets of memory or disk",
+    "option": "disk_cache_size",
+}
 _OF_PROCESS = ("_source", "_store")
 _OWN = ("_recipe", "_is_closed", *_OF_PROCESS)  # attributes; all others are the dataset's
 
@@ -77,7 +85,7 @@ def fill(dataset: Any, store: Store, mine: Positions, num_workers: int, batch_si
         left,
         known,
         is_shown=where.rank == 0 and left > 0,
-        advice="Samples that do not fit are loaded in each epoch: raise the budgets of memory or disk",
+        **_HINTS,
     )
     nbytes = 0
     try:
@@ -85,7 +93,7 @@ def fill(dataset: Any, store: Store, mine: Positions, num_workers: int, batch_si
             counts.hits += found
             counts.misses += loaded
             nbytes += size
-            progress.update(nbytes)
+            progress.update(lambda: (nbytes, None))  # noqa: B023  # it is called at once
     finally:
         progress.close()
     levels.flush()
@@ -380,9 +388,52 @@ class CachedDataset(Keeper, Dataset[Any]):
         return self._fill(np.arange(where.rank, len(self), where.world_size), num_workers, batch_size)
 
     def _fill(self, mine: Positions, num_workers: int, batch_size: int) -> WarmupStats:
+        return fill(self, self._filled_store(), mine, num_workers, batch_size)
+
+    def _filled_store(self) -> Store:
+        """What keeps samples; an error if nothing does."""
         if self._store is None:
             raise NotCachedError(f"{self!r} caches nothing: it is closed, or turned off, or both sizes are 0")
-        return fill(self, self._store, mine, num_workers, batch_size)
+        return self._store
+
+    def estimate(self, batches: int = 4, batch_size: int = 64) -> Estimate:
+        """What it takes to cache all samples: bytes in memory and on disk, and time in one process.
+
+        Some samples, evenly spread, are loaded and compressed as they would be on disk; nothing is stored.
+
+        Parameters
+        ----------
+        batches, batch_size : int
+            How many batches of samples to look at, and how many samples are loaded at once.
+
+        Returns
+        -------
+        Estimate
+            What all samples take. Its text says so, and whether the budgets are large enough.
+        """
+        check({"batch_size": batch_size})
+        if type(batches) is not int or batches < 1:
+            raise OptionError(f"batches={shown(batches)}: expected an int of at least 1")
+        store, count, looks = self._filled_store(), len(self), Looks()
+        chosen = np.linspace(0, count - 1, min(count, batches * batch_size)).astype(np.int64).tolist()
+        random, start = RandomState([]), time.perf_counter()
+        try:
+            for first in range(0, len(chosen), batch_size):
+                samples, is_steady = self._source.load(chosen[first : first + batch_size])
+                seconds, batch = time.perf_counter() - start, Samples().to_rows(samples)
+                if not is_steady or batch.refused:
+                    why = next(iter(batch.refused.values()), "random numbers are drawn")
+                    raise NotCachedError(f"{store.name}: samples would not be cached: {why}")
+                rows = [rows for _, rows in batch.parts]
+                looks.add(len(samples), seconds, row_sizes(rows, store.levels.settings))
+                start = time.perf_counter()
+        finally:
+            random.restore()
+        if not looks:
+            raise OptionError("the dataset is empty")
+        where = place()
+        mine = len(range(where.rank, count, where.world_size))
+        return looks.estimate(store.levels, mine, count, **_HINTS)
 
     def missing(self) -> Positions:
         """Indices of samples, int64 ``(k,)``, that are not cached; with a `path` or server, not there."""

@@ -32,8 +32,8 @@ from torchcache2.decorator.forward import Computation, Known, may_check
 from torchcache2.decorator.probe import CallChecks, Probes
 from torchcache2.decorator.traces import given_back
 from torchcache2.decorator.tracing import Runner, is_traced, turns_grad_off
-from torchcache2.decorator.warmup import arguments_of, warm_up
-from torchcache2.engine.ahead import Ahead, Loop
+from torchcache2.decorator.warmup import arguments_of, estimate, warm_up
+from torchcache2.engine.ahead import Ahead, Asker, Loop
 from torchcache2.engine.batch import Checks, NotStoredError, WrongRowsError
 from torchcache2.engine.cache import Cache, now
 from torchcache2.engine.collective.exchange import apart
@@ -244,7 +244,7 @@ class ModuleCache:
         ignored = at_most([f"left out by ignore: {path}" for path in self.keeper.ignored])
         return "\n".join([text, *ignored])
 
-    warmup = warm_up  # a method, which is documented where it is written
+    warmup, estimate = warm_up, estimate  # methods, which are documented where they are written
 
     def ahead(
         self,
@@ -263,7 +263,8 @@ class ModuleCache:
 
         The batches come unchanged and in order. The loader is asked for them in the thread of the loop, some
         batches early: each has to have memory of its own, as those of a `DataLoader` do. Any number of
-        loops, of several threads too, may run at once. Leaving a loop ends its thread.
+        loops, of several threads too, may run at once. Leaving a loop ends its thread. For several modules
+        in one loop, nest them: ``a.cache_instance.ahead(b.cache_instance.ahead(loader))``.
 
         Parameters
         ----------
@@ -293,7 +294,7 @@ class ModuleCache:
                 f"loader={shown(loader)}: expected a DataLoader, or another iterable of batches"
             )
         arguments = functools.partial(arguments_of, inputs=inputs)
-        return Ahead(loader, batches, arguments, cache._begin_loop, cache._end_loop)
+        return Ahead(loader, batches, [Asker(arguments, cache._begin_loop, cache._end_loop)])
 
     def _begin_loop(self) -> Loop:
         """A loop whose batches the next calls will ask for."""

@@ -1,12 +1,16 @@
 """`warm_up`: the items of a dataset are computed before they are needed, each by one rank.
 
 Ranks take turns at the samples of a dataset or loader: together they have all of them, see `share_of`.
+`estimate` says before what that takes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import inspect
+import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from itertools import chain, islice
@@ -24,14 +28,15 @@ from torch.utils.data import (
     default_collate,
 )
 
-from torchcache2.core.errors import NotCachedError, OptionError
+from torchcache2.core.errors import NotCachedError, OptionError, OutputError
 from torchcache2.core.logs import listed, logger
 from torchcache2.core.private import PRE_HOOKS
 from torchcache2.core.process import Place, place
 from torchcache2.core.settings import disabled_by_environment
-from torchcache2.core.values import leaves_of, mapped
+from torchcache2.core.values import UnstorableError, mapped
 from torchcache2.decorator.bypass import BypassError, of_module
-from torchcache2.engine.progress import Progress, WarmupStats
+from torchcache2.engine.estimate import Estimate, Looks, output_sizes
+from torchcache2.engine.progress import ADVICE, OPTION, Progress, WarmupStats
 from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.running import Forward
 from torchcache2.identity.marks import LAZY_ATTRIBUTE
@@ -129,15 +134,11 @@ def _warmed_up(
     progress = Progress(
         name, self.engine.counters, self.engine.tiers, share.items, share.total, is_shown=where.rank == 0
     )
-    generator = getattr(share.batches, "generator", None)
-    generators = [generator] if isinstance(generator, torch.Generator) else []
-    random = RandomState([*self.keeper.generators, *generators])
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _random_as_before(self, share):
             for batch in share.batches:
                 _warm(self, root, batch, inputs, progress)
     finally:
-        random.restore()
         progress.close()
     if progress.batches == 0 and share.items != 0 and where.rank == 0:
         raise OptionError("data is empty: it gave no batch. Was it read to its end before?")
@@ -147,27 +148,122 @@ def _warmed_up(
 
 def _warm(cache: Any, root: Any, batch: Any, inputs: Callable[[Any], Any] | None, progress: Progress) -> None:
     """Have the items of one batch computed, those that are not there."""
-    name = cache.name
-    args, kwargs = arguments_of(batch, inputs)
-    if progress.batches == 0:
-        _check_arguments(name, root, cache.method, batch, args, kwargs)
-    args, kwargs = _moved((args, kwargs), root)
-    stops = of_module(cache.keeper, root, is_without_grad=True)
-    if stops := [stop for stop in stops if stop.reason != "lazy"]:  # the first call makes such parameters
-        raise BypassError.all_of(stops).as_error(name)
+    args, kwargs = _ready(cache, root, batch, inputs, is_first=progress.batches == 0)
     for is_last in (False, True):  # the first call may set something up, and not be cached for that
         if isinstance(root, types.FunctionType):
             output = cache.call(Forward(root), args, kwargs)
-        elif isinstance(root, nn.Module) and cache.method == "forward":
-            output = root(*args, **kwargs)
         else:
-            output = getattr(root, cache.method)(*args, **kwargs)
+            output = _called(cache, root)(*args, **kwargs)
         reason = cache.bypass
         if reason is None:
-            progress.update(_stored_bytes(output, cache.settings.cache_dtype))
+            count = cache._known.signature.count(args, kwargs)
+            progress.update(functools.partial(output_sizes, output, count, cache.settings))
             return
         if is_last:
-            raise BypassError(reason, cache.reasons[reason]).as_error(name)
+            raise BypassError(reason, cache.reasons[reason]).as_error(cache.name)
+
+
+def _ready(
+    cache: Any, root: Any, batch: Any, inputs: Callable[[Any], Any] | None, *, is_first: bool
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments for a batch of samples; an error if calls cannot be cached now."""
+    args, kwargs = arguments_of(batch, inputs)
+    if is_first:
+        _check_arguments(cache.name, root, cache.method, batch, args, kwargs)
+    stops = of_module(cache.keeper, root, is_without_grad=True)
+    if stops := [stop for stop in stops if stop.reason != "lazy"]:  # the first call makes such parameters
+        raise BypassError.all_of(stops).as_error(cache.name)
+    return _moved((args, kwargs), root)  # type: ignore[no-any-return]
+
+
+def _called(cache: Any, root: Any) -> Callable[..., Any]:
+    """What is called: a module for its forward, a function, or another method."""
+    is_whole = isinstance(root, types.FunctionType) or (
+        isinstance(root, nn.Module) and cache.method == "forward"
+    )
+    return root if is_whole else getattr(root, cache.method)  # type: ignore[no-any-return]
+
+
+def estimate(
+    self: Any,
+    data: Any,
+    batches: int = 4,
+    *,
+    inputs: Callable[[Any], Any] | None = None,
+    batch_size: int = 64,
+    num_workers: int = 0,
+    method: str | None = None,
+) -> Estimate:
+    """What it takes to cache the items of a dataset: bytes in memory and on disk, and time.
+
+    A few batches run through the plain forward. What they give is compressed as it would be on disk, and
+    dropped: nothing is stored of them. Generators of random numbers are afterwards as before.
+
+    Parameters
+    ----------
+    data, inputs, batch_size, num_workers, method
+        As for `warmup`. Of an iterator, the batches are gone afterwards.
+    batches : int
+        How many batches to look at. If there is more than one, the time of the first one, which also starts
+        workers and compiles, does not count.
+
+    Returns
+    -------
+    Estimate
+        What all items take. Its text says so, whether the budgets are large enough, and which one would be.
+
+    Raises
+    ------
+    NotCachedError
+        If calls cannot be cached, such as in training mode with dropout.
+    OptionError
+        As for `warmup`.
+
+    Examples
+    --------
+    >>> from torchcache2 import torchcache
+    >>> backbone = torchcache(nn.Linear(4, 2)).eval().requires_grad_(False)
+    >>> found = backbone.cache_instance.estimate(torch.rand(1_000_000, 4))
+    >>> found.items, found.memory_bytes, found.fits
+    (1000000, 51000000, True)
+    """
+    if type(batches) is not int or batches < 1:
+        raise OptionError(f"batches={batches!r}: expected an int of at least 1")
+    self = self.of(method)
+    root, collective = self.living_root(), self.engine.collective
+    if self.engine.is_closed:
+        raise NotCachedError(f"{self.name}: its cache is closed, so nothing would be kept")
+    share = share_of(data, place() if collective is None else collective.place(), batch_size, num_workers)
+    forward = Forward(_called(self, root))
+    looks, start = Looks(), time.perf_counter()
+    with torch.no_grad(), _random_as_before(self, share):
+        for batch in islice(share.batches, batches):
+            args, kwargs = _ready(self, root, batch, inputs, is_first=not looks)
+            output = self._known.runner.run(forward, args, kwargs)  # which the cache takes for its own call
+            seconds, count = time.perf_counter() - start, self._known.signature.count(args, kwargs)
+            try:
+                looks.add(count, seconds, output_sizes(output, count, self.settings))
+            except (UnstorableError, OutputError) as error:
+                raise NotCachedError(f"{self.name}: its output cannot be stored: {error}") from None
+            start = time.perf_counter()
+    if looks.items == 0:
+        raise OptionError("data is empty: it has given no batch. Has somebody else read it to its end?")
+    mine, total = share.items, share.total
+    if mine is None and isinstance(share.batches, Sized):
+        mine = total = max(looks.items, len(share.batches) * looks.items // len(looks))
+    return looks.estimate(self.engine.tiers, mine, total, advice=ADVICE, option=OPTION)
+
+
+@contextlib.contextmanager
+def _random_as_before(cache: Any, share: Share) -> Iterator[None]:
+    """Put generators of random numbers back at the end."""
+    generator = getattr(share.batches, "generator", None)
+    generators = [generator] if isinstance(generator, torch.Generator) else []
+    random = RandomState([*cache.keeper.generators, *generators])
+    try:
+        yield
+    finally:
+        random.restore()
 
 
 def arguments_of(batch: Any, inputs: Callable[[Any], Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -223,15 +319,6 @@ def _moved(arguments: Any, root: Any) -> Any:
         )
 
     return mapped(moved, arguments)
-
-
-def _stored_bytes(output: Any, cache_dtype: torch.dtype | None) -> int:
-    """Bytes of the rows of an output, as they are kept."""
-    leaves = leaves_of(output, objects=True)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    dtypes = [cache_dtype if cache_dtype and leaf.is_floating_point() else leaf.dtype for leaf in tensors]
-    size = sum(leaf.numel() * dtype.itemsize for leaf, dtype in zip(tensors, dtypes, strict=True))
-    return size + sum(leaf.nbytes for leaf in leaves if isinstance(leaf, np.ndarray))
 
 
 class Share(NamedTuple):

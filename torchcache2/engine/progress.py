@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import importlib
-import math
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
-from torchcache2.core.process import ranks_here
-from torchcache2.core.sizes import size_text
+from torchcache2.core.logs import logger
+from torchcache2.engine.estimate import Sizes, each, estimated
 from torchcache2.engine.stack import TierStack
 
-_INDEX_BYTES = 43  # of memory for each row, besides the row
+ADVICE = "Items that do not fit are computed at each call: raise the budgets, or set cache_dtype"
+OPTION = "max_persistent_cache_size"
 _SHOWN_EVERY, _LOGGED_EVERY = 0.2, 30.0  # seconds, on a terminal and in a file
 
 
@@ -60,18 +60,18 @@ class Progress:
         total: int | None,
         *,
         is_shown: bool,
-        advice: str = "Items that do not fit are computed at each call: raise the budgets, or set "
-        "cache_dtype",
+        advice: str = ADVICE,
+        option: str = OPTION,
     ) -> None:
         self.batches = 0
         self.items = 0
         self._name, self._counters, self._tiers = name, counters, tiers
         self._mine, self._total = items, total
-        self._is_shown, self._advice = is_shown, advice
+        self._is_shown, self._hints = is_shown, {"advice": advice, "option": option}
         self._before = counters.hits, counters.misses
         self._start = time.perf_counter()
         self._last = self._start
-        self._row_bytes = 0
+        self._sizes: Sizes = 0, None  # of a row
         self._rate = 0.0
         self._bar: Any = None
         if is_shown:
@@ -81,13 +81,13 @@ class Progress:
                 every = _SHOWN_EVERY if sys.stderr.isatty() else _LOGGED_EVERY
                 self._bar = quiet(total=items, desc=name, unit=" items", mininterval=every)
 
-    def update(self, nbytes: int) -> None:
-        """A batch is done; the rows of the first one are of so many bytes."""
+    def update(self, sizes: Callable[[], Sizes]) -> None:
+        """A batch is done; `sizes()` are the bytes of its rows in memory and, if known, in a file."""
         before, (found, computed) = self.items, self._done()
         self.items = found + computed
         self.batches += 1
         if before == 0 < self.items:
-            self._row_bytes = nbytes // self.items
+            self._sizes = each(sizes(), self.items)
         now = time.perf_counter()
         # The first batch also starts workers, reads the weights and probes, so the next one tells the rate.
         if before > 0 == self._rate:
@@ -106,44 +106,19 @@ class Progress:
     def stats(self) -> WarmupStats:
         """What was done until now."""
         found, computed = self._done()
-        return WarmupStats(computed, found, time.perf_counter() - self._start, self.items * self._row_bytes)
+        return WarmupStats(computed, found, time.perf_counter() - self._start, self.items * self._sizes[0])
 
     def _done(self) -> tuple[int, int]:
         return self._counters.hits - self._before[0], self._counters.misses - self._before[1]
 
     def _say_cost(self, rate: float) -> None:
         self._rate = rate
-        line = f"{self._name}: {self._cost(rate)}"
+        cost = estimated(self._tiers, self._mine, self._total, self._sizes, rate, **self._hints)
+        if self._is_shown and cost.lacks_disk:
+            logger.warning("%s: %s", self._name, cost)
+            return
+        line = f"{self._name}: {cost}"
         if self._bar is not None:
             self._bar.write(line, file=sys.stderr)
         elif self._is_shown:
             print(f"{line}\n", end="", file=sys.stderr)  # at once, or a thread may log between the two
-
-    def _cost(self, rate: float) -> str:
-        """What all items will take, as far as it is known by now."""
-        each = f"{size_text(self._row_bytes)} an item, {rate:,.0f} items/s"
-        mine, total = self._mine, self._total
-        if mine is None or total is None:
-            return f"{each}; the number of items is unknown"
-        lines, shares = [], []
-        for tier in self._tiers.tiers:
-            # All ranks fill a folder together, those of a machine the memory that they share.
-            count = total if tier.is_lasting else min(total, mine * ranks_here() if tier.is_shared else mine)
-            need = count * (self._row_bytes + (0 if tier.is_lasting else _INDEX_BYTES))
-            budget = getattr(tier, "budget", math.inf)
-            shares.append(budget / max(1, need))
-            room = "" if budget == math.inf else f" of {size_text(budget)}"  # a server knows its own
-            most = "up to " if tier.is_lasting else ""  # rows are compressed, nobody knows yet how well
-            lines.append(f"{tier.name} {most}{size_text(need)}{room}")
-        left = str(datetime.timedelta(seconds=math.ceil(mine / rate)))
-        counts = f"{total:,} items" + (f", {mine:,} on this rank" if mine < total else "")
-        text = f"{counts}: {', '.join(lines)}; about {left} ({each})"
-        if (sum(shares) if self._tiers.fills_up else max(shares)) < 1:
-            text += f". {self._advice}"
-        elif shares[0] < 1:
-            place = self._tiers.settings
-            where = (
-                "servers" if place.servers is not None else "bucket" if place.bucket is not None else "disk"
-            )
-            text += f". What does not fit in memory is read from the {where}"
-        return text

@@ -1,0 +1,256 @@
+"""`Estimate`: what caching all items of some data takes, as a few batches of them tell."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchcache2.core.keys import Keys
+from torchcache2.core.memory import to_host
+from torchcache2.core.process import ranks_here
+from torchcache2.core.rows import Rows, Schema
+from torchcache2.core.settings import CacheSettings
+from torchcache2.core.sizes import free_disk, size_text
+from torchcache2.core.values import leaves_of
+from torchcache2.engine.stack import TierStack
+from torchcache2.engine.values.outputs import Lists, rows_of, stored
+from torchcache2.engine.values.samples import Samples
+from torchcache2.files.codec import codec
+from torchcache2.files.errors import UnserialisableError
+from torchcache2.files.segment import Batch, encode
+
+_INDEX_BYTES = 43  # of memory for each row, besides the row
+_KEY_BYTES = 24  # of a segment, for the key and the checksum of each row
+_COMPRESSED = 16 << 20  # bytes of rows of a batch that are compressed, to see how well that goes
+_MARGIN = 1.1  # other items may be larger, or compress less
+_HOST = torch.device("cpu")
+
+Sizes = tuple[int, int | None]  # bytes of rows in memory, and in files as far as that is known
+
+
+class Need(NamedTuple):
+    """What all rows take in a tier.
+
+    Attributes
+    ----------
+    tier : str
+        ``memory``, ``disk`` or ``remote``.
+    bytes : int
+        Compressed as they are there, if it is known how well; in memory with their index.
+    budget : int or None
+        How much the tier may have; None: it has no limit, or the server knows it.
+    """
+
+    tier: str
+    bytes: int
+    budget: int | None
+
+    @property
+    def share(self) -> float:
+        """Which share of the rows has room."""
+        return math.inf if self.budget is None else self.budget / max(1, self.bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """What caching all items of some data takes; its text says so.
+
+    Attributes
+    ----------
+    items : int or None
+        How many items there are, for all ranks; None: that is not known, nor what it leads to.
+    row_bytes : int
+        Of one row in memory.
+    stored_bytes : int or None
+        Of one row in a file, compressed as the option says; None: not known.
+    seconds : float or None
+        That the items of this rank take, at the pace of these batches.
+    memory_bytes, disk_bytes : int or None
+        Of all rows in memory and in the folder, on servers or in the bucket; None also if they are not kept
+        there.
+    fits : bool or None
+        Whether there is room for all rows: in one tier, or in all together if each has other rows.
+    fits_memory, fits_disk : bool or None
+        Whether memory has room for all, and what outlives the process, if anything does.
+    disk_free : int or None
+        Bytes free on the disk of the folder.
+    lacks_disk : bool
+        Whether that is less than what is to be written there.
+    """
+
+    __module__ = "torchcache2"
+
+    items: int | None
+    row_bytes: int
+    stored_bytes: int | None
+    seconds: float | None = None
+    memory_bytes: int | None = None
+    disk_bytes: int | None = None
+    fits: bool | None = None
+    fits_memory: bool | None = None
+    fits_disk: bool | None = None
+    disk_free: int | None = None
+    lacks_disk: bool = False
+    text: str = dataclasses.field(default="", repr=False)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def estimated(
+    tiers: TierStack,
+    mine: int | None,
+    total: int | None,
+    sizes: Sizes,
+    rate: float,
+    *,
+    advice: str,
+    option: str,
+) -> Estimate:
+    """What `total` items take, of which `mine` are this rank's, which does `rate` of them in a second.
+
+    `sizes` are the bytes of a row in memory and in a file. The `advice` is for items that do not fit, and
+    `option` gives the disk more room.
+    """
+    row, packed = sizes
+    if packed is None and tiers.settings.compression == "none":
+        packed = row + _KEY_BYTES
+    on_disk = ""
+    if packed is not None and any(tier.is_lasting for tier in tiers.tiers):
+        on_disk = f", {size_text(packed)} on disk"
+    each = f"{size_text(row)} an item{on_disk}, {rate:,.0f} items/s"
+    if mine is None or total is None:
+        return Estimate(None, row, packed, text=f"{each}; the number of items is unknown")
+    needs = []
+    for tier in tiers.tiers:
+        # All ranks fill a folder together, those of a machine the memory that they share.
+        count = total if tier.is_lasting else min(total, mine * ranks_here() if tier.is_shared else mine)
+        size = row + _INDEX_BYTES if not tier.is_lasting else row if packed is None else packed
+        needs.append(Need(tier.name, count * size, getattr(tier, "budget", None)))
+    shares = [need.share for need in needs]
+    fits = (sum(shares) if tiers.fills_up else max(shares)) >= 1
+    disk = next((need for need in needs if need.tier == "disk" and need.budget), None)
+    notes = []
+    if not fits:
+        notes.append(advice)
+    elif shares[0] < 1:
+        place = tiers.settings
+        where = "servers" if place.servers is not None else "bucket" if place.bucket is not None else "disk"
+        notes.append(f"What does not fit in memory is read from the {where}")
+    elif shares[-1] < 1:
+        notes.append("Later runs find only what fits on disk")
+    if disk is not None and disk.share < 1 and not (fits and tiers.fills_up):
+        notes[-1] += f"; {option}='{size_text(disk.bytes * _MARGIN)}' has room for all"
+    directory, free, lacks_disk = tiers.directory, None, False
+    if disk is not None and directory is not None:
+        free = free_disk(directory.path)
+        used = next(tier.stats().bytes for tier in tiers.tiers if tier.directory is directory)
+        if free is not None and min(disk.bytes, disk.budget or 0) - used > free:
+            lacks_disk = True
+            notes.append(f"The disk of {directory.path} has only {size_text(free)} free")
+    seconds, lines = mine / rate, []
+    for need in needs:
+        most = "up to " if need.tier != "memory" and packed is None else ""
+        room = "" if need.budget is None else f" of {size_text(need.budget)}"
+        lines.append(f"{need.tier} {most}{size_text(need.bytes)}{room}")
+    counts = f"{total:,} items" + (f", {mine:,} on this rank" if mine < total else "")
+    left = str(datetime.timedelta(seconds=math.ceil(seconds)))
+    text = ". ".join([f"{counts}: {', '.join(lines)}; about {left} ({each})", *notes])
+    memory = needs[0] if needs[0].tier == "memory" else None
+    lasting = needs[-1] if needs[-1].tier != "memory" else None
+    return Estimate(
+        items=total,
+        row_bytes=row,
+        stored_bytes=packed,
+        seconds=seconds,
+        memory_bytes=None if memory is None else memory.bytes,
+        disk_bytes=None if lasting is None else lasting.bytes,
+        fits=fits,
+        fits_memory=None if memory is None else memory.share >= 1,
+        fits_disk=None if lasting is None else lasting.share >= 1,
+        disk_free=free,
+        lacks_disk=lacks_disk,
+        text=text,
+    )
+
+
+class Looks:
+    """Batches that were looked at: how many items each has, the bytes of their rows, and its seconds."""
+
+    def __init__(self) -> None:
+        self._seen = list[tuple[int, float]]()
+        self._row_bytes = 0
+        self._packed: int | None = 0
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+    @property
+    def items(self) -> int:
+        """Items of all batches."""
+        return sum(count for count, _ in self._seen)
+
+    def add(self, count: int, seconds: float, sizes: Sizes) -> None:
+        """Count a batch."""
+        self._seen.append((count, seconds))
+        self._row_bytes += sizes[0]
+        self._packed = None if self._packed is None or sizes[1] is None else self._packed + sizes[1]
+
+    def estimate(self, tiers: TierStack, mine: int | None, total: int | None, **hints: str) -> Estimate:
+        """See `estimated`. The first batch also starts workers and compiles, so its time does not count."""
+        counted = [look for look in self._seen[1:] if look[0]] or self._seen
+        rate = sum(count for count, _ in counted) / sum(seconds for _, seconds in counted)
+        return estimated(tiers, mine, total, each((self._row_bytes, self._packed), self.items), rate, **hints)
+
+
+def output_sizes(output: Any, count: int, settings: CacheSettings) -> Sizes:
+    """Bytes of the rows of an output for `count` items in memory, and in files as far as that is known.
+
+    Raises `OutputError` or `UnstorableError` if it cannot be stored.
+    """
+    known = dict[str, bool]()
+    lists = Lists(Samples(), known)
+    known.update(dict.fromkeys(lists.unsettled(output, count), True))  # one entry an item, most likely
+    tensors = [leaf for leaf in leaves_of(output, objects=True) if isinstance(leaf, Tensor)]
+    device = tensors[0].device if tensors else _HOST
+    rows = rows_of(output, count, lists, device=device, dtype=settings.cache_dtype)
+    return row_sizes([part for _, part in stored(rows)], settings)
+
+
+def row_sizes(parts: Sequence[Rows], settings: CacheSettings) -> Sizes:
+    """Bytes of rows in memory, and in files as far as that is known: as segments of the first of them are."""
+    total = sum(len(rows) * rows.schema.row_bytes for rows in parts)
+    segments: dict[Schema, list[Batch]] = {}
+    taken = 0
+    for rows in parts:
+        count = min(len(rows), max(1, (_COMPRESSED - taken) // max(1, rows.schema.row_bytes)))
+        if taken >= _COMPRESSED or count == 0:
+            continue
+        some = rows.head(count)
+        some = Rows(some.schema, to_host(some.columns), count)
+        taken += count * some.schema.row_bytes
+        keys = Keys(bytes(16), np.zeros((count, 16), np.uint8))
+        segments.setdefault(some.schema.family, []).append((keys, some))
+    try:
+        made = codec(settings.compression, settings.compression_quality)
+        size = 0
+        for batches in segments.values():
+            found = encode(batches, made)
+            # Without the header, which many more rows share.
+            size += found.layout.row_data_bytes + sum(array.nbytes for array in found.index.values())
+    except UnserialisableError:  # they stay in memory
+        return total, None
+    return total, math.ceil(size * total / taken) if taken else None
+
+
+def each(sizes: Sizes, count: int) -> Sizes:
+    """Bytes of one of so many rows."""
+    total, packed = sizes
+    return total // count, None if packed is None else -(-packed // count)
