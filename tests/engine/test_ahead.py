@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 
 import pytest
 import torch
@@ -309,6 +310,42 @@ def test_loops_at_once_and_in_threads(net, reads):
         one.join()
     assert found == [LABELS.tolist()] * 4 and is_idle(net)
     assert cache.stats().misses == 40
+
+
+def test_two_modules_in_one_loop(net, path, reads):
+    other = warm(path, subsample_count=4)
+    del reads[:]
+    inner = other.cache_instance.ahead(loader(), batches=1, inputs=lambda batch: (batch[0] + 1,))
+    for cached in (net, other):
+        cached.cache_instance.warmup(X + 1)
+        cached.cache_instance.flush()
+    del reads[:]
+    for x, _ in net.cache_instance.ahead(inner):
+        torch.testing.assert_close(net(x), expected(net, x))
+        torch.testing.assert_close(other(x + 1), expected(other, x + 1))
+    assert reads.count("torchcache2 ahead") == 18 and reads.count("MainThread") == 2
+    assert is_idle(net) and is_idle(other)
+
+
+def test_nothing_of_a_loop_waits_for_the_garbage_collector(net):
+    class Batches(list):
+        pass
+
+    batches = Batches(loader())
+    known = weakref.ref(batches)
+    gc.collect()
+    gc.disable()
+    try:
+        epoch(net, net.cache_instance.ahead(batches))
+        with contextlib.suppress(ZeroDivisionError):
+            for x, _ in net.cache_instance.ahead(
+                batches if i < 3 else 1 / 0 for i, batches in enumerate(batches)
+            ):
+                net(x)
+        del batches
+        assert known() is None
+    finally:
+        gc.enable()
 
 
 def test_a_fork_goes_on_without_the_thread(net):

@@ -296,7 +296,7 @@ def _remove_in_bucket(names: Sequence[str], url: str, form: _Format, *, ask: boo
         # A namespace loses what describes it last, so that nobody wonders what is left when this is stopped.
         files = [(one.namespace, info) for one in contents for info in (*one.segments, *one.heads)]
         files += [(one.namespace, info) for one in contents for info in (*one.corrupt, *one.temporary)]
-        files += [(one.namespace, info) for one in contents for info in (*one.runs, *one.others)]
+        files += [(one.namespace, info) for one in contents for info in (*one.runs, *one.packs, *one.others)]
         try:
             with out.progress("deleting", sum(info.size for _, info in files)) as advance:
                 for first in range(0, len(files), _AT_ONCE):

@@ -195,7 +195,7 @@ class _Refused(Exception):  # noqa: N818
 
 @dataclasses.dataclass
 class _Part:
-    """A segment, and what it says of the structure of its rows, as JSON."""
+    """A segment, and the structure of its rows as JSON."""
 
     name: str
     segment: Segment
@@ -263,8 +263,8 @@ def dump(directory: CacheDirectory, contents: Contents, path: str, progress: Pro
     """Write the rows of a namespace to a new file, which is whole or not there.
 
     A segment that is damaged, or cannot be read here, is left out, and named in the result.
-    ``progress(total)`` is entered before so many bytes are written; what it yields is told how many more are
-    done. A file that exists is an `OptionError`.
+    ``progress(total)`` is entered before `total` bytes are written; what it yields is called with the number
+    of bytes done. A file that exists is an `OptionError`.
     """
     fs, path, done = FileSystem(), os.path.abspath(path), Dumped()
     if fs.exists(path):

@@ -65,7 +65,7 @@ def print_pairs(pairs: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar of bytes on stderr, if that is a terminal; what is yielded is told how many are done."""
+    """A progress bar of bytes, in a terminal; call what it yields with the number of bytes done."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return

@@ -227,7 +227,7 @@ def name(directory: CacheDirectory, namespace: str) -> str:
 
 
 def _dataset(stated: Any) -> dict[str, Any] | None:
-    """What a file says of a dataset, without what it cannot say."""
+    """The fields that a file has for a dataset; unknown ones are left out."""
     if not isinstance(stated, dict):
         return None
     texts = {key: stated.get(key) for key in ("name", "version")}

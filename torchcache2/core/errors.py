@@ -34,30 +34,30 @@ class TorchcacheError(Exception):
 
 
 class OptionError(TorchcacheError, ValueError):
-    """There is no such option, or it cannot have this value."""
+    """An option does not exist, or cannot have this value."""
 
     __module__ = "torchcache2"
 
 
 class DecorationError(TorchcacheError, TypeError):
-    """What `torchcache` should decorate is neither a module nor a function."""
+    """`torchcache` cannot decorate this object."""
 
     __module__ = "torchcache2"
 
 
 class MissingSampleError(TorchcacheError, LookupError):
-    """A sample is not where it should be, and there is no dataset that could load it."""
+    """A sample is missing, and there is no dataset that could load it."""
 
     __module__ = "torchcache2"
 
 
 class RankError(TorchcacheError, RuntimeError):
-    """With ``distributed="collective"``: another rank has failed, ended, not come, or is out of step.
+    """With ``distributed="collective"``: another rank failed, ended, did not come, or is out of step.
 
     Attributes
     ----------
     rank : int or None
-        Which rank of the process group it is; None if several are, or that is not known.
+        The number of that rank in the process group; None if there are several, or if it is unknown.
     """
 
     __module__ = "torchcache2"
@@ -71,7 +71,7 @@ class RankError(TorchcacheError, RuntimeError):
 
 
 class DeviceError(TorchcacheError, RuntimeError):
-    """An item has to be computed, but its batch is on another device than all weights, and torch refuses."""
+    """An item has to be computed, but its batch and all weights are on different devices."""
 
     __module__ = "torchcache2"
 

@@ -32,8 +32,8 @@ class Keys:
     data : ndarray of uint8, shape (n, 16)
         One key per item, C-contiguous.
     group : bytes
-        A digest of what all items share, such as the shape of an item; empty if unknown. A key always belongs
-        to the same group.
+        A digest of what all items share, such as their shape; empty if unknown. A key always belongs to the
+        same group.
     """
 
     __module__ = "torchcache2"

@@ -85,7 +85,7 @@ def set_logger_config(
 ) -> None:
     """Configure the ``torchcache2`` logger, replacing its handlers.
 
-    What is not given is taken from the environment variable, then from the default.
+    Arguments that are left out come from the environment variable, then from the default.
 
     Parameters
     ----------

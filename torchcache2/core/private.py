@@ -29,7 +29,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _first(*names: str, otherwise: Any = None) -> Any:
-    """What the first of these dotted names stands for that exists, or `otherwise`."""
+    """The object of the first of these dotted names that exists, or `otherwise`."""
     for name in names:
         with contextlib.suppress(ImportError, AttributeError):
             return pkgutil.resolve_name(name)

@@ -115,10 +115,10 @@ class CacheSettings:
         in evenly spread blocks are hashed. Edits outside those blocks are **not seen**.
     persistent : bool, optional
         Whether rows are kept on disk too, and found again by later runs. None: yes, if there is a
-        `persistent_cache_dir`. False does not use that folder, as for a run that tries something out.
+        `persistent_cache_dir`. False: no, and that folder is not touched.
     persistent_cache_dir : path or URL, optional
-        The folder for these rows, in which nothing else may be; any number of runs may share it. Or the URL
-        of a Redis server, such as ``redis://:password@host:6379/0``, or of a folder in a bucket, such as
+        The folder for these rows, and for nothing else; any number of runs may share it. Or the URL of a
+        Redis server, such as ``redis://:password@host:6379/0``, or of a folder in a bucket, such as
         ``s3://bucket/folder``. None: with ``persistent=True``, a temporary folder that is deleted at exit.
     persistent_module_hash : str, optional
         A name to use instead of the computed namespace. Nothing about the module is then checked.
@@ -126,8 +126,8 @@ class CacheSettings:
         Budget of the memory tier: bytes, a text like ``"4GB"`` or ``"512MiB"``, or a float in
         (0, 1], a share of the memory that is free when the cache is made.
     max_persistent_cache_size : int, str or float
-        Budget of the whole folder, as above; a float is a share of the bytes on its disk that are free, or
-        that the folder takes itself.
+        Budget of the whole folder, as above; a float is a share of the free bytes on its disk, including
+        those that the folder takes itself.
     compression : {"brotli", "blosc2", "none"}
         How rows on disk are compressed. ``"blosc2"`` is faster and needs the extra ``blosc2``.
     compression_quality : int
@@ -144,22 +144,21 @@ class CacheSettings:
         Arguments of forward that belong to the whole batch, such as a mask or a table.
     item_args : str or sequence of str
         Arguments that are a list, tuple, array or column of a table with one entry per item, such as texts or
-        images. An entry is part of its item's key, and is taken with its item. With such arguments a function
-        needs no tensor.
+        images. An entry is part of its item's key. A function with such arguments needs no tensor.
     ignore : str or sequence of str
-        Paths of attributes, weights, closures and globals to leave out of the key, at your word: no output
-        may depend on them. ``*`` stands for any text, ``?`` for one character. For the memo of a tokenizer
-        (``"tokenizer.cache"``), or adapters that are disabled (``"*.lora_*"``). Code always counts.
+        Paths of attributes, weights, closures and globals to leave out of the key. No output may depend on
+        them, which is not checked. ``*`` stands for any text, ``?`` for one character. For the memo of a
+        tokenizer (``"tokenizer.cache"``), or adapters that are disabled (``"*.lora_*"``). Code always counts.
     probe : bool
-        Whether some batches are computed in parts too, and some that were found are computed again, to
-        compare: the output of an item must not depend on the rest of its batch.
+        Whether to compute some batches again, in parts or as a whole, to check that the output of an item
+        does not depend on the rest of its batch.
     strict : bool
-        Whether a call that cannot be cached raises `NotCachedError`, instead of running past the cache.
+        Whether a call that cannot be cached raises `NotCachedError`, instead of running the plain forward.
         ``TORCHCACHE_STRICT=1`` makes every cache of a run strict.
     miss_batch : {"exact", "pad"}
-        How many items the forward gets when some of a batch are missing. ``"exact"``: these. ``"pad"``: the
-        next power of two, with the last of them repeated, but no more than the batch. A compiled forward is
-        compiled again for each new size, of which ``"pad"`` leaves few.
+        Which items the forward gets when some of a batch are missing. ``"exact"``: the missing ones.
+        ``"pad"``: these, the last one repeated up to the next power of two, but no more than the batch, so
+        that a compiled forward is compiled for few sizes.
     verify : float
         Share of hits, in [0, 1], that are computed again and compared.
     distributed : {"auto", "off", "node", "collective"}
@@ -172,11 +171,11 @@ class CacheSettings:
     process_group : ProcessGroup or callable, optional
         The ranks of ``distributed="collective"``, or a function that returns their group. None: all ranks.
     claims : bool
-        Whether an item that another rank computes now is waited for. False: two ranks that miss the same item
+        Whether to wait for an item that another rank is computing. False: two ranks that miss the same item
         at the same time both compute it.
     local_dir : path, optional
-        With a bucket, the folder for what has come from it, and for new rows until they are uploaded; its
-        budget is `max_persistent_cache_size`. None: a temporary one.
+        With a bucket, the local folder for its rows, and for new rows until they are uploaded; its budget is
+        `max_persistent_cache_size`. None: a temporary one.
     storage_options : mapping, optional
         What fsspec needs to reach the bucket, such as keys, if they are not in the environment. It is never
         shown, and in no pickle but for a process that is being started.
@@ -298,8 +297,8 @@ class CacheSettings:
     def persistent_budget(self, folder: str, used: int = 0) -> int:
         """`max_persistent_cache_size` in bytes, as of now.
 
-        A share is one of the bytes that are free on the disk of `folder`, and of the `used` bytes of the
-        cache that is there: otherwise rows of earlier runs would make the budget smaller.
+        A share counts the free bytes on the disk of `folder` and the `used` bytes of the cache there:
+        otherwise rows of earlier runs would shrink the budget.
         """
         free = None
         if isinstance(self.max_persistent_cache_size, float):

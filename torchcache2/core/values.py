@@ -46,7 +46,7 @@ class Node:
     Attributes
     ----------
     steps : tuple of str
-        What the path of a leaf says of each child.
+        The part of a leaf's path for each child.
     """
 
     steps: ClassVar[tuple[str, ...]] = ("",)
@@ -70,7 +70,8 @@ class UnstorableError(Exception):
     Attributes
     ----------
     what, advice : str
-        What it is, and what to return in its place, where ``{}`` stands for it; the advice may be empty.
+        What it is, and what to return in its place; ``{}`` in the advice is its path, and the advice may be
+        empty.
     path : str
         Where it is, as in ``output['image'][0]``.
     """
@@ -96,15 +97,15 @@ class UnstorableError(Exception):
 
 
 def register_value(cls: type, take_apart: Callable[[Any], Any], rebuild: Callable[[Any], Any]) -> None:
-    """Say how objects of a class are cached, in the output of a cached function or in a sample.
+    """Register how to cache objects of a class, in outputs of cached functions and in samples.
 
-    The class gets an attribute that says so; its subclasses are not meant. A row in whose process the class
-    is not imported, or not registered, is a miss. Call it before the first call of what is cached.
+    Subclasses are not included. In a process where the class is not imported, or not registered, its rows are
+    misses. Register it before the first cached call.
 
     Parameters
     ----------
     cls : type
-        A class of Python's, which its module and its name find.
+        A class of Python that can be imported by its name.
     take_apart : callable
         ``take_apart(value)`` returns the parts of an object: tensors and arrays with a first dimension for
         the batch, lists with an entry per item, numbers, texts, and tuples, lists and dicts of them.
@@ -114,7 +115,7 @@ def register_value(cls: type, take_apart: Callable[[Any], Any], rebuild: Callabl
     Raises
     ------
     OptionError
-        If `cls` is no class, or one that takes no attributes, or if pytrees know it already.
+        If `cls` is not a class, takes no attributes, or is known to pytrees already.
 
     Examples
     --------
@@ -294,7 +295,7 @@ def taken_apart(value: Any, opened: Opener) -> tuple[list[tuple[str, Any]], pytr
 
 
 def _steps(value: Any, kind: Any, context: Any, children: Sequence[Any]) -> Sequence[str]:
-    """What the path of a leaf says of each child."""
+    """The part of a leaf's path for each child."""
     numbers = [f"[{i}]" for i in range(len(children))]
     if kind is tuple or kind is list:
         return numbers

@@ -162,8 +162,8 @@ class CachedDataset(Keeper, Dataset[Any]):
     Parameters
     ----------
     dataset : Dataset or None
-        Any object with ``__getitem__``, and ``__getitems__`` if it has one. None: the samples that are in
-        `path` are served without it, from a folder in which nothing is changed.
+        Any object with ``__getitem__``, and ``__getitems__`` if it has one. None: serve the samples that are
+        in `path` without their dataset; nothing in the folder changes.
     path : path or URL, optional
         A folder that keeps all samples for later runs; any number of runs and datasets may share it. It may
         be in a bucket: ``s3://bucket/folder``, ``gs://…``. An alias is ``disk_cache_path``. None: nothing
@@ -175,39 +175,38 @@ class CachedDataset(Keeper, Dataset[Any]):
         How much the folder may take, as above. None: a share of 0.8 with a `path`, else 0. Without `path`, a
         temporary folder has what did not fit in memory.
     name : str, optional
-        What to call the dataset, whose attributes and code are then not read: only `name`, `version` and the
-        length, if there is one, say which samples belong to it. An alias is ``dataset_name``. Without a
-        dataset: which one of several in the folder, by its name, its class, or the first digits of its
-        namespace.
+        A name that identifies the dataset, together with `version` and the length, if there is one;
+        attributes and code are then not read. An alias is ``dataset_name``. Without a dataset: which one of
+        several in the folder, by its name, its class, or the first digits of its namespace.
     version : str or int, optional
-        Change it when samples change in a way that cannot be seen, such as files behind the same paths.
+        Change it when samples change in a way that the cache cannot see, such as files behind the same paths.
     transform : callable, optional
-        Is called with each sample after the cache, as for random augmentation.
+        Called with each sample after the cache, for example for random augmentation.
     policy : {"mru", "lru"}
-        What a full folder does, or a server of our own: keep what came first, or drop what was not used for
-        longest.
+        What a full folder, or a full server that this library started, does: keep what came first, or drop
+        the least recently used.
     compression : {"none", "brotli", "blosc2"}
         How samples are compressed in the folder or on the server.
     allow_random : bool
-        Whether a dataset that draws random numbers is cached all the same.
+        Whether to cache a dataset although it draws random numbers.
     verify : float
         Share of hits, in [0, 1], that are loaded again and compared.
     partial : bool
-        Without a dataset: whether samples may be missing. A missing one is a `MissingSampleError` when it is
-        asked for.
+        Without a dataset: whether samples may be missing. Asking for a missing one raises
+        `MissingSampleError`.
     backend : {"local", "redis"}
         Where samples are kept: as `path` and the sizes say, or on Redis servers, which any number of machines
         may share.
     hosts : str, dict, or sequence of these, optional
-        The servers, as for `CacheLoader`. None: a server of our own on each machine.
+        The servers, as for `CacheLoader`. None: this library starts one on each machine.
     cluster_mode : bool
         Whether each machine uses the servers of all machines, or one of them.
     capacity_per_node : int, str or float
-        How much memory a server of our own may take, as for `memory_cache_size`.
+        How much memory a server that this library starts may take, as for `memory_cache_size`.
     writer_buffer_size : int
-        How many samples are gathered before they are sent to a server.
+        How many samples to gather before sending them to a server.
     local_dir : path, optional
-        With a bucket, the folder for what has come from it, and for new samples until they are uploaded; its
+        With a bucket, the local folder for its samples, and for new samples until they are uploaded; its
         budget is `disk_cache_size`. None: a temporary one.
     storage_options : mapping, optional
         What fsspec needs to reach the bucket, such as keys, if they are not in the environment. It is never
@@ -218,8 +217,8 @@ class CachedDataset(Keeper, Dataset[Any]):
     Raises
     ------
     OptionError
-        If an option cannot have its value; if there is a `path` or a server, and the dataset cannot be told
-        from others; if a server refuses the password.
+        If an option cannot have its value; if there is a `path` or a server, and the dataset cannot be read
+        completely; if a server refuses the password.
     MissingSampleError
         Without a dataset, if not all samples are in the folder.
     OutputError
@@ -227,7 +226,7 @@ class CachedDataset(Keeper, Dataset[Any]):
 
     Notes
     -----
-    The dataset is read once, when this is made. It must not be changed afterwards.
+    The dataset is read once, in the constructor. Do not change it afterwards.
 
     Examples
     --------
@@ -369,8 +368,8 @@ class CachedDataset(Keeper, Dataset[Any]):
     def warmup(self, num_workers: int = 0, batch_size: int = 64) -> WarmupStats:
         """Load the samples that are not there yet, without returning them.
 
-        In a job of several ranks, all of them call this, and each takes every n-th sample. Rank 0 shows how
-        far it is, and after the first batches what all of it will take.
+        In a job of several ranks, all of them call this, and each takes every n-th sample. Rank 0 shows its
+        progress and, after the first batches, an estimate of memory, disk and time.
 
         Parameters
         ----------
@@ -436,11 +435,11 @@ class CachedDataset(Keeper, Dataset[Any]):
         return looks.estimate(store.levels, mine, count, **_HINTS)
 
     def missing(self) -> Positions:
-        """Indices of samples, int64 ``(k,)``, that are not cached; with a `path` or server, not there."""
+        """Indices, int64 ``(k,)``, of samples that are not cached, or are not in the `path` or server."""
         return np.arange(len(self)) if self._store is None else self._store.levels.absent(len(self))
 
     def explain(self) -> str:
-        """Why samples were loaded that earlier runs had cached: what differs between the datasets.
+        """What differs from the dataset of earlier runs, so that samples were loaded again.
 
         Returns
         -------

@@ -75,7 +75,7 @@ def identify(dataset: Any, *, name: str | None = None, version: str | int | None
     dataset : Dataset
         Whatever has ``__getitem__``. It is not changed. Its tensors and arrays are read as a whole.
     name : str, optional
-        A name that stands for the dataset, of which nothing but its length is read then.
+        A name that identifies the dataset, of which only the length is read then.
     version : str or int, optional
         Something to change when samples change that the dataset's code and attributes do not tell about, such
         as files. 1 is not ``"1"``.
@@ -306,7 +306,7 @@ def explained_dataset(
 
 
 def document(identity: Identity, dataset: Any, name: str | None, version: str | int | None) -> dict[str, Any]:
-    """What the namespace of a dataset stands for, as JSON for ``fingerprint.json``."""
+    """The description of a dataset's namespace, as JSON for ``fingerprint.json``."""
     said = {
         "length": length_of(dataset),
         "name": name,
@@ -316,7 +316,7 @@ def document(identity: Identity, dataset: Any, name: str | None, version: str | 
 
 
 def document_of(identity: Identity, kind: str) -> dict[str, Any]:
-    """What a namespace stands for, as JSON for ``fingerprint.json``; its class is called `kind`."""
+    """The description of a namespace, as JSON for ``fingerprint.json``; `kind` is the name of its class."""
     return {
         "class": kind,
         "library": __version__,
@@ -339,8 +339,8 @@ _LEAST, _MOST = -(1 << 63), (1 << 63) - 1
 def as_index(index: Any, expected: str = _EXPECTED) -> Index:
     """An index as an int, str or bytes.
 
-    An int may be one of numpy, or a tensor without dimensions. `TypeError`, which says what is `expected`,
-    for anything else.
+    An int may be one of numpy, or a tensor without dimensions. For anything else a `TypeError` that says what
+    is `expected`.
     """
     kind = type(index)
     if kind is int or kind is str or kind is bytes:

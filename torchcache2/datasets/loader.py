@@ -23,37 +23,37 @@ _EXPECTED = "the key of a CacheLoader is one int, str or bytes; get_many takes a
 class CacheLoader(Keeper):
     """Keeps what a function returns for a key, on Redis servers or on this machine.
 
-    **The function is not part of the key.** `key_prefix`, `version` and the key alone say which value is
-    meant: change one of them when the function, or the files that it reads, change. Have it do what is the
-    same each time, such as reading and decoding; random augmentation comes after `get`.
+    **The function is not part of the key.** `key_prefix`, `version` and the key alone identify a value:
+    change one of them when the function, or the files that it reads, change. The function should do what is
+    always the same, such as reading and decoding; augment at random after `get`.
 
-    All processes that are given one loader share it: pass it to a dataset, whose workers may be forked or
-    spawned. Several loaders and datasets may use one server; those with another `key_prefix` or `version`
-    never meet.
+    All processes that get one loader share it: pass it to a dataset, whose workers may be forked or spawned.
+    Several loaders and datasets may use one server; another `key_prefix` or `version` keeps them apart.
 
     Parameters
     ----------
     backend : {"redis", "local"}
-        Where values are: on Redis servers, or in memory and a folder here, as of a `CachedDataset`.
+        Where values are: on Redis servers, or in memory and a folder of this machine, as with
+        `CachedDataset`.
     key_prefix : str
-        What the keys belong to, such as the name of a data set: always to be given, since all loaders with
-        one `key_prefix` share values, on a server, in a folder, or among the ranks of a machine.
+        A name for what the keys belong to, such as a data set. It is required, because all loaders with one
+        `key_prefix` share values, on a server, in a folder, or among the ranks of a machine.
     writer_buffer_size : int
-        How many values are gathered before they are sent to a server. What waits is sent after a second at
-        the latest, and is found meanwhile by the process that loaded it.
+        How many values to gather before sending them to a server. They are sent after a second at the latest,
+        and the process that loaded them finds them meanwhile.
     hosts : str, dict, or sequence of these, optional
         The servers that keep values, each a part of them: a URL such as ``redis://:password@host:6379/0``,
         also ``rediss://`` and ``unix://``, or a dict such as ``{"host": "node1", "port": 6379}``, also with
-        ``password``, ``username`` and options of TLS. None: a server of our own on each machine, which ends
-        with the job.
+        ``password``, ``username`` and options of TLS. None: this library starts a server on each machine,
+        which ends with the job.
     cluster_mode : bool
         Whether each machine uses the servers of all machines. False: only its own, or one of `hosts`.
     capacity_per_node : int, str or float
-        How much memory a server of our own may take: bytes, a text like ``"4GB"``, or a share of what is
-        free.
+        How much memory a server that this library starts may take: bytes, a text like ``"4GB"``, or a share
+        of what is free.
     policy : {"mru", "lru"}
-        What a full server of our own does, or a full folder: keep what came first, or drop what was not used
-        for longest. Servers in `hosts` do as they were configured.
+        What a full folder, or a full server that this library started, does: keep what came first, or drop
+        the least recently used. Servers in `hosts` keep their own configuration.
     version : str or int, optional
         Change it when values change, although keys do not.
     compression : {"none", "brotli", "blosc2"}
@@ -73,8 +73,8 @@ class CacheLoader(Keeper):
 
     Notes
     -----
-    A value may be whatever a sample of a `CachedDataset` may be, None too, and comes back as it was, in
-    memory of its own. A server that does not answer costs a warning: values are loaded until it does.
+    A value may be whatever a sample of a `CachedDataset` may be, and None. It comes back as it was, in memory
+    of its own. While a server does not answer, values are loaded, with one warning.
 
     Examples
     --------
@@ -127,14 +127,14 @@ class CacheLoader(Keeper):
         key : int, str or bytes
             ``1`` and ``"1"`` are two keys. Ints of numpy, and tensors without dimensions, are ints.
         load_fn : callable
-            Takes the key. What it raises is passed on, and nothing is kept.
+            Takes the key. If it raises, the error reaches the caller, and nothing is kept.
 
         Raises
         ------
         TypeError
             If the key is of another type.
         OutputError
-            If the value cannot be stored, and none was stored before. Later ones are a warning.
+            If the value cannot be stored, and none was stored before. Later on, a warning says so.
         """
         if type(key) is int and self._store is not None and callable(load_fn):
             for value in self._store.find_one(key):
@@ -176,7 +176,7 @@ class CacheLoader(Keeper):
         return values
 
     def num_keys(self) -> int:
-        """How many keys of this prefix and version have a value, whoever has loaded it."""
+        """How many keys of this prefix and version have a value, whichever process loaded it."""
         return 0 if self._store is None else self._store.levels.count()
 
     def __enter__(self) -> CacheLoader:

@@ -1,4 +1,4 @@
-"""`Recipe`: what the processes that use one cache of samples agree on, which is what a pickle of it holds."""
+"""`Recipe`: what all processes that use one cache of samples share, and what a pickle of it holds."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ class Recipe:
 
 
 class Keeper:
-    """What a `CachedDataset` and a `CacheLoader` do with what they keep, be it samples or values."""
+    """What a `CachedDataset` and a `CacheLoader` have in common: how they find and keep samples or values."""
 
     _recipe: Recipe
     _store: Store | None

@@ -178,7 +178,7 @@ class _Bound:
     most : int, optional
         None: there is no bound.
     is_share : bool
-        Whether it may be another number for another rank.
+        Whether the number may differ between ranks.
     """
 
     def __init__(
@@ -245,9 +245,9 @@ def _mean_size(dataset: Any) -> float:
 class LazyShardDataset(Dataset[Any]):
     """One rank's shard of a dataset, each sample of which is loaded once.
 
-    All ranks together have every sample once in each epoch. A rank asks for its own samples only, so that the
-    shard comes to the rank's machine while the first epoch runs, and is found there later. Use no
-    `DistributedSampler`: the dataset is divided already.
+    All ranks together have every sample once in each epoch. A rank asks only for its own samples: its machine
+    loads the shard in the first epoch, and finds it later. Do not use a `DistributedSampler`, because the
+    dataset is divided already.
 
     Parameters
     ----------
@@ -256,7 +256,7 @@ class LazyShardDataset(Dataset[Any]):
     path : path, optional
         A folder that keeps samples for later runs, as of `CachedDataset`. An alias is ``disk_cache_path``.
     shuffle : bool
-        Whether the order within the shard changes by epoch; else it is ascending.
+        Whether the order within the shard changes with the epoch; otherwise it is ascending.
     memory_size, disk_size : int, str or float, optional
         How much memory and disk samples may take on this machine, for all of its ranks: bytes, a text like
         ``"4GB"``, or a share of what is free. 0: none. ``memory_size=None``: 0.5, but none in front of a
@@ -272,8 +272,8 @@ class LazyShardDataset(Dataset[Any]):
     seed : int
         Which samples make a shard, and their order.
     mode : {"rank", "node", "disk"}
-        Each rank has a shard which is the same in all epochs; each machine has one, which is dealt to its
-        ranks anew in each epoch; as before, but only the disk keeps samples.
+        ``"rank"``: each rank has a shard, which is the same in all epochs. ``"node"``: each machine has one,
+        which its ranks divide anew in each epoch. ``"disk"``: as ``"node"``, but only the disk keeps samples.
     even : {None, "drop", "repeat"}
         Make all ranks' shards equally long, as `DistributedDataParallel` needs: leave out fewer samples than
         there are ranks, or give some ranks one of theirs twice. None: lengths differ by one at most.
@@ -287,7 +287,7 @@ class LazyShardDataset(Dataset[Any]):
     ------
     OptionError
         If an option cannot have its value; if the shard has fewer than `min_elements` samples; for modes
-        ``"node"`` and ``"disk"`` also if it is not known which ranks are on one machine.
+        ``"node"`` and ``"disk"`` also if it is unknown which ranks share a machine.
 
     Notes
     -----

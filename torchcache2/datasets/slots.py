@@ -110,7 +110,7 @@ class SharedCache:
     Parameters
     ----------
     size_limit_gib : float
-        GiB that rows and states may take. The first samples that fit have a slot; 0 turns the cache off.
+        GiB for rows and states. The first samples that fit have a slot; 0 turns the cache off.
     dataset_len : int
         Samples of the dataset; one byte of the limit goes to the state of each.
     data_dims : tuple of int
@@ -123,14 +123,14 @@ class SharedCache:
     OptionError
         If a size is negative, or a tensor cannot have this dtype.
     MemoryError
-        If there is less free memory than that. All of it is taken here, so that no later write fails.
+        If there is less free memory than that. The constructor takes all of it, so that no later write fails.
     NotImplementedError
         If this is not Linux.
 
     Notes
     -----
-    `get_slot` returns a view, as there: who edits it edits the cache. A pickle holds no data: it finds the
-    memory while the process that pickled it has the cache.
+    `get_slot` returns a view, as in stocaching: editing it edits the cache. A pickle holds no data: it finds
+    the memory as long as the process that pickled it keeps the cache.
 
     Two processes that set one slot at the same time have to set it to the same value, and nobody may set a
     slot during `clear`: otherwise the row may be a mixture.
@@ -315,7 +315,7 @@ class SharedCache:
         RuntimeError
             If the slot is set, and ``allow_overwrite=False``; if the value has another shape or dtype.
         TypeError
-            If the value is no tensor.
+            If the value is not a tensor.
         """
         idx, state = self._look(idx, allow_oob_idx)
         if state == _OUTSIDE:

@@ -403,7 +403,7 @@ class Store:
         return samples, self.keep(keys, samples, drops)
 
     def _is_verified(self, indices: Sequence[Any], samples: list[Any], found: Flags) -> bool:
-        """Whether the hits that were drawn by lot are what the source gives; else all rows are dropped."""
+        """Whether randomly drawn hits equal what the source gives; otherwise all rows are dropped."""
         drawn = np.flatnonzero(found & (self._random_shares.random(len(found)) < self._verify)).tolist()
         fresh = self.source.load([indices[i] for i in drawn])[0]
         apart = [i for i, sample in zip(drawn, fresh, strict=True) if not _same(samples[i], sample)]

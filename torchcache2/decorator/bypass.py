@@ -1,8 +1,8 @@
 """May this call be cached? Every reason why not, where it is found, and the advice for it.
 
 The checks that need no forward are here, in this order: of the module, of the arguments, of the weights.
-`torchcache2.decorator.forward` checks what the forward did, and `torchcache2.decorator.probe` what is known
-about the items of the module.
+`torchcache2.decorator.forward` checks what the forward did, and `torchcache2.decorator.probe` whether items
+depend on their batch.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def batch_advice(cause: str) -> str:
     the forward ``"raises"``, or values differ, by as little as ``"rounding"`` or by more (``"values"``).
     Equal items of one batch differ (``"repeat"``). A batch that was ``"found"`` differs when it is computed,
     or the module was ``"edited"`` meanwhile. The module is dynamically ``"quantized"``. Outputs have no
-    single shape, so they do not ``"stack"``. The cause is an empty text if it is not known any more.
+    single shape, so they do not ``"stack"``. The cause is an empty text if it is no longer known.
     """
     return _BATCH[cause]
 

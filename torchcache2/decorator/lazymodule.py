@@ -98,20 +98,20 @@ def _is_torchs(error: RuntimeError) -> bool:
 
 
 class LazyModule(nn.Module):
-    """A module that is loaded when it first has to compute something.
+    """A module that is loaded when it first has to compute an item.
 
-    With a persistent cache, a run that finds all items never loads it. It is the same module for the cache as
-    long as the code of its loader is the same, and the content of the files, wherever they are.
+    With a persistent cache, a run that finds all items never loads it. The cache identifies it by the code of
+    its loader and the content of the files, wherever they are.
 
-    The module is loaded in the mode of this one, which is that of ``eval()`` at first, and with
-    ``requires_grad_(False)``. Generators of random numbers are then as they were before. Its parameters are
-    not those of this one, nor in its ``state_dict()``: they are in the files.
+    The module is loaded in the mode of this one, at first that of ``eval()``, and with
+    ``requires_grad_(False)``. Loading does not move random generators. ``parameters()`` and ``state_dict()``
+    of this module are empty: the weights are in the files.
 
     Parameters
     ----------
     load : callable
-        Returns the module, and takes no argument. What it closes over is part of the key, but for the paths
-        in `files`: it should name each by a variable.
+        Returns the module, and takes no argument. What it closes over is part of the key, except for the
+        paths in `files`, which it should keep in variables.
     files : path or sequence of paths
         Every file that `load` reads, or folders, of which all files count.
 
@@ -168,19 +168,19 @@ class LazyModule(nn.Module):
 
     @property
     def module(self) -> nn.Module:
-        """The module; it is loaded if it is not."""
+        """The module; it is loaded if necessary."""
         return self._lazy.load("it is asked for")
 
     def unload(self) -> None:
-        """Free the module. The next miss loads it again; what was edited meanwhile is lost."""
+        """Free the module. The next miss loads it again, without edits that were made meanwhile."""
         self._lazy.unload()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module, which is loaded if it is not."""
+        """Call the module; load it first if necessary."""
         return self._lazy.load(_WHY.get())(*args, **kwargs)
 
     def method(self, name: str) -> Callable[..., Any]:
-        """A function that calls a method of the module, which is loaded then if it is not."""
+        """A function that calls a method of the module, and loads it first if necessary."""
         return functools.partial(_call_method, self, name)
 
     def train(self, mode: bool = True) -> LazyModule:
@@ -263,7 +263,7 @@ class _Lazy:
         return {os.path.abspath(path): number for number, path in enumerate(self.files)}
 
     def status(self) -> _Status:
-        """What the system says of each file; `OptionError` if one does not exist."""
+        """The system's facts about each file; `OptionError` if one does not exist."""
         found: _Status = []
         for number, path in enumerate(map(os.path.abspath, self.files)):
             if not os.path.exists(path):

@@ -33,7 +33,7 @@ from torchcache2.decorator.probe import CallChecks, Probes
 from torchcache2.decorator.traces import given_back
 from torchcache2.decorator.tracing import Runner, is_traced, turns_grad_off
 from torchcache2.decorator.warmup import arguments_of, estimate, warm_up
-from torchcache2.engine.ahead import Ahead, Loop
+from torchcache2.engine.ahead import Ahead, Asker, Loop
 from torchcache2.engine.batch import Checks, NotStoredError, WrongRowsError
 from torchcache2.engine.cache import Cache, now
 from torchcache2.engine.collective.exchange import apart
@@ -86,7 +86,7 @@ class _Owner:
 
 
 class ModuleCache:
-    """The cache of one module, another object or function, which `bind` names.
+    """The cache of one module, another object, or a function; `bind` says of which.
 
     There is one for each method that is cached; of these, an object has the first as its ``cache_instance``,
     which answers for all of them. Caches of one decorator share the `tiers`, the `history` that `explain`
@@ -177,7 +177,7 @@ class ModuleCache:
 
     @property
     def root(self) -> Any:
-        """The object or function; None if it does not exist any more."""
+        """The object or function; None if it no longer exists."""
         return self._owner.root()
 
     def stats(self, method: str | None = None) -> CacheStats:
@@ -197,11 +197,11 @@ class ModuleCache:
         return self.engine.cache_dir
 
     def alone(self) -> AbstractContextManager[None]:
-        """Within this context, calls of this rank are answered without the others; see `Cache.alone`."""
+        """Within this context, this rank answers its calls without the others; see `Cache.alone`."""
         return self.engine.alone()
 
     def join(self) -> AbstractContextManager[None]:
-        """Around a loop: a rank that is done with it answers until all others are, too; see `Cache.join`."""
+        """Put it around a loop: a rank that has finished keeps answering the others; see `Cache.join`."""
         return self.engine.join()
 
     @property
@@ -216,12 +216,12 @@ class ModuleCache:
         return self.keeper.fingerprint
 
     def refresh(self) -> None:
-        """Read the whole module again at the next call; needed after edits that are not noticed."""
+        """Read the whole module again at the next call; needed after edits that the cache does not notice."""
         for cache in self.methods.values():
             cache.keeper.reset()
 
     def explain(self, method: str | None = None) -> str:
-        """Why items of the last call may have been misses, one line for each reason.
+        """Why items of the last call may have been misses: one line for each reason.
 
         The call is the last one of the object, or of one method.
         If the last call was not cached, the first line says why. The namespace is compared with the one that
@@ -257,13 +257,14 @@ class ModuleCache:
         """The batches of a loader, while rows of those that come next are read in the background.
 
         Rows on disk, on Redis servers or in a bucket are then in memory when the forward asks for them, so
-        that an epoch takes as long as its steps or its reading, whichever takes longer. They take the room
-        of so many batches besides the memory cache. What is not found is computed as ever, and so is all
-        if calls cannot be cached. With ``distributed="collective"`` nothing is read ahead.
+        that an epoch takes as long as its steps or its reading, whichever takes longer. They take the memory
+        of so many batches beside the memory cache. Items that are not found are computed as usual. With
+        ``distributed="collective"`` nothing is read ahead.
 
-        The batches come unchanged and in order. The loader is asked for them in the thread of the loop, some
-        batches early: each has to have memory of its own, as those of a `DataLoader` do. Any number of
-        loops, of several threads too, may run at once. Leaving a loop ends its thread.
+        The batches come unchanged and in order. The loader is read in the thread of the loop, some batches
+        early: each batch needs memory of its own, as those of a `DataLoader` have. Any number of loops, of
+        several threads too, may run at once. Leaving a loop ends its thread. For several modules in one
+        loop, nest them: ``a.cache_instance.ahead(b.cache_instance.ahead(loader))``.
 
         Parameters
         ----------
@@ -272,8 +273,8 @@ class ModuleCache:
         batches : int
             How many batches are asked for early.
         inputs : callable, optional
-            ``inputs(batch)`` gives the arguments of the forward, as in `warmup`. Batches of which something
-            else is asked for are read in vain, which ends after four of them with a warning.
+            ``inputs(batch)`` gives the arguments of the forward, as in `warmup`. If the forward gets
+            something else, reading ahead is in vain, and ends after four batches with a warning.
         method : str, optional
             The method that is called, if several of an object are cached.
 
@@ -293,7 +294,7 @@ class ModuleCache:
                 f"loader={shown(loader)}: expected a DataLoader, or another iterable of batches"
             )
         arguments = functools.partial(arguments_of, inputs=inputs)
-        return Ahead(loader, batches, arguments, cache._begin_loop, cache._end_loop)
+        return Ahead(loader, batches, [Asker(arguments, cache._begin_loop, cache._end_loop)])
 
     def _begin_loop(self) -> Loop:
         """A loop whose batches the next calls will ask for."""
@@ -307,7 +308,7 @@ class ModuleCache:
         return loop
 
     def _end_loop(self, loop: Loop) -> None:
-        """End a loop. It takes no lock, as the garbage collector may call it at any point."""
+        """End a loop. It takes no lock, because the garbage collector may call it at any point."""
         loop.end()
         with contextlib.suppress(ValueError):  # it reads nothing
             self._loops.remove(loop)
@@ -325,7 +326,7 @@ class ModuleCache:
         return lambda: keys
 
     def description(self, namespace: bytes) -> dict[str, Any]:
-        """What a namespace of this cache stands for, as JSON, for people and `explain`."""
+        """A description of the namespace as JSON, for people and `explain`."""
         document = self.engine.document()
         document["class"] = self._class()
         fingerprint = self.fingerprint  # once: another thread may change it meanwhile
@@ -361,7 +362,7 @@ class ModuleCache:
             self._tell_missed = None
 
     def miss_forward(self, other: str) -> None:
-        """Note that another method was called, and forward not: that is an error if calls must be cached."""
+        """Note that another method was called instead of forward; with ``strict``, that is an error."""
         if self.on_first_call is None or not self.settings.enabled or disabled_by_environment():
             return
         text = (
@@ -559,7 +560,7 @@ class ModuleCache:
             self._write_probes(self.namespace)
 
     def flush(self) -> None:
-        """Return when everything that was computed is as durable as the tiers make it."""
+        """Return when all computed rows are as durable as the tiers make them."""
         for cache in self.methods.values():
             cache.engine.flush()
             cache._write_probes(cache.namespace)
@@ -570,9 +571,9 @@ class ModuleCache:
             cache._drop(cache.namespace)
 
     def close(self) -> None:
-        """Stop caching and let go of the rows in memory; calls compute everything from then on.
+        """Stop caching and free the rows in memory; later calls compute everything.
 
-        What waits to be written is on disk when this returns.
+        Waiting rows are on disk when this returns.
         """
         for cache in (self, *self.methods.values()):
             if not cache.engine.is_closed:
@@ -580,7 +581,7 @@ class ModuleCache:
             cache.engine.close()
 
     def leave(self) -> None:
-        """Close this cache alone: its method is not cached any more."""
+        """Close this cache alone: its method is no longer cached."""
         if self._owner.methods.get(self.method) is self:
             del self._owner.methods[self.method]
         self._write_probes(self.namespace)
@@ -606,7 +607,7 @@ class ModuleCache:
         )
 
     def living_root(self) -> Any:
-        """The object or function; raises `ReferenceError` if it does not exist any more."""
+        """The object or function; raises `ReferenceError` if it no longer exists."""
         root = self.root
         if root is None:
             text = "the module of this cache no longer exists, or was not called since it was loaded"

@@ -105,13 +105,13 @@ def torchcache(target: Any = None, /, **options: Any) -> Any:
 
     Use it with or without parentheses: on a module that exists already, ``torchcache(backbone)``; on a method
     of any object, ``torchcache(model.encode)``; above a function, above a method in the body of a class, or
-    above a class. What is decorated is patched in place and returned. To decorate it again with other options
+    above a class. The target is patched in place and returned. Decorating it again with other options
     replaces its cache.
 
     Every tensor argument that is not named in `shared_args` has the batch in its first dimension, and
     so has every tensor of the output; arguments named in `item_args` are sequences with one entry per item.
-    An item's output must not depend on the rest of its batch, which is checked once. A module sets
-    ``self.torchcache_<option>`` in its constructor to override an option.
+    An item's output must not depend on the rest of its batch, which the cache checks now and then. A module
+    sets ``self.torchcache_<option>`` in its constructor to override an option.
 
     Parameters
     ----------
@@ -254,14 +254,14 @@ def _refusal(target: Any) -> DecorationError:
 
 
 def uncache(target: T, /) -> T:
-    """Give a module, object, method, function or class back what it was before `torchcache`, and return it.
+    """Undo `torchcache`: restore a module, object, method, function or class, and return it.
 
-    Rows in memory are let go; those on disk stay, and are found when the same is cached again.
+    Rows in memory are freed; those on disk stay, and are found when the target is cached again.
 
     Parameters
     ----------
     target : nn.Module, object, method, function or class
-        What was decorated, or a method of it. Of a function, the plain one is returned: assign it.
+        The decorated target, or a method of it. For a function, assign the plain one that is returned.
 
     Raises
     ------
@@ -290,7 +290,7 @@ def uncache(target: T, /) -> T:
 
 
 def cache_of(target: Any, /) -> ModuleCache:
-    """The cache of what `torchcache` has decorated, for a type checker too.
+    """The cache of a decorated object, with its type.
 
     Parameters
     ----------

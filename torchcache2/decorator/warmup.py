@@ -59,21 +59,20 @@ def warm_up(
 
     In a job of several ranks, all of them call this, and each takes every n-th sample: rank and number of
     ranks come from `torch.distributed` or, if that is not initialised, from ``RANK`` and ``WORLD_SIZE``; with
-    ``distributed="collective"``, from its process group. Only then ranks wait for each other; else rows of
-    others are found if they share memory or a folder. Rank 0 shows how far it is, with rate and time left,
-    and after the first batches what all of it will take.
+    ``distributed="collective"``, from its process group. Only in that case ranks wait for each other. Rank 0
+    shows progress, rate and time left and, after the first batches, an estimate of memory, disk and time.
 
     Calls run under `torch.no_grad`, and otherwise in the state that the caller has set: device, autocast,
-    ``eval()``. Tensors on the CPU are moved to the device of the module's weights. Generators of random
-    numbers are afterwards as before.
+    ``eval()``. Tensors on the CPU are moved to the device of the module's weights. Random generators keep
+    their state.
 
     Parameters
     ----------
     data : Dataset, DataLoader or iterable of batches
-        A dataset has ``__getitem__`` and ``__len__``, or is an `IterableDataset`; its samples are put into
-        batches by `torch.utils.data.default_collate`. A loader is read without shuffling, each sample once;
-        one that gives each rank a part of its own, as with a `DistributedSampler`, is taken as it is, and so
-        is any other iterable of batches.
+        A dataset has ``__getitem__`` and ``__len__``, or is an `IterableDataset`;
+        `torch.utils.data.default_collate` puts its samples into batches. A loader is read without shuffling,
+        each sample once; one that gives each rank a part of its own, as with a `DistributedSampler`, is taken
+        as it is, and so is any other iterable of batches.
     inputs : callable, optional
         ``inputs(batch)`` gives the arguments for a batch of samples: a tuple of them, a dict of them by
         name, or the only one. Default: the first element of a tuple or list, a dict by name, a tensor or a
@@ -93,7 +92,7 @@ def warm_up(
     NotCachedError
         If calls cannot be cached, such as in training mode with dropout: nothing would be kept.
     OptionError
-        If `data` is empty or no dataset, or if the module does not take what a batch is.
+        If `data` is empty or not a dataset, or if the module does not accept a batch of it.
 
     Examples
     --------
@@ -284,7 +283,7 @@ def arguments_of(batch: Any, inputs: Callable[[Any], Any] | None) -> tuple[tuple
 def _check_arguments(
     name: str, root: Any, method: str, batch: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
-    """Raise if the arguments are not those of the method; a hook may change them before a forward."""
+    """Raise if the arguments do not fit the method; before a forward, a hook may change them."""
     if getattr(root, PRE_HOOKS, None) and method == "forward":
         return
     signature = inspect.signature(getattr(root, method, root))

@@ -13,8 +13,8 @@ import functools
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -192,46 +192,69 @@ def _work(tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
         task = None  # while this waits, it keeps nothing of the batch
 
 
+class Asker(NamedTuple):
+    """A cache that is asked for something of each batch.
+
+    Attributes
+    ----------
+    arguments : callable
+        The arguments of its calls for a batch.
+    begin, end : callable
+        Make a `Loop` that its calls know, and end that.
+    """
+
+    arguments: Callable[[Any], Arguments]
+    begin: Callable[[], Loop]
+    end: Callable[[Loop], None]
+
+
 class Ahead:
     """The batches of a loader, unchanged and in order; see `ModuleCache.ahead`.
 
     Attributes of the loader are found here, too, such as its `sampler`.
     """
 
-    def __init__(
-        self,
-        loader: Iterable[Any],
-        batches: int,
-        arguments: Callable[[Any], Arguments],
-        begin: Callable[[], Loop],
-        end: Callable[[Loop], None],
-    ) -> None:
-        self.loader, self.batches = loader, batches
-        self._arguments, self._begin, self._end = arguments, begin, end
+    loader: Iterable[Any]
+    batches: int
+    askers: Sequence[Asker]
+
+    def __init__(self, loader: Iterable[Any], batches: int, askers: Sequence[Asker]) -> None:
+        self.loader, self.batches, self.askers = loader, batches, askers
+        if isinstance(loader, Ahead):  # of another cache: both have their rows for one batch at a time
+            self.loader, self.batches = loader.loader, max(batches, loader.batches)
+            self.askers = [*loader.askers, *askers]
 
     def __iter__(self) -> Iterator[Any]:
-        pulled, failure, is_last = iter(self.loader), None, False
-        loop = self._begin()  # when the loader has forked its workers
+        pulled, failure, is_done, is_last = iter(self.loader), None, False, False
+        loops = [asker.begin() for asker in self.askers]  # when the loader has forked its workers
+        held = loops[0].batches
         try:
-            while failure is None or loop.batches:
+            while held or not is_done:
                 try:
                     # What Accelerate's loaders do after their last batch has to wait until that was used.
-                    while failure is None and len(loop.batches) <= (0 if is_last else self.batches):
+                    while not is_done and len(held) <= (0 if is_last else self.batches):
                         batch = next(pulled)
                         is_last = bool(getattr(self.loader, "end_of_dataloader", False))
-                        loop.batches.append(_Batch(batch, self._arguments(batch)))
+                        asked = [asker.arguments(batch) for asker in self.askers]
+                        for loop, arguments in zip(loops, asked, strict=True):
+                            loop.batches.append(_Batch(batch, arguments))
+                except StopIteration:
+                    is_done = True
                 except Exception as error:  # batches before it come first
-                    failure = error
-                if loop.batches:
-                    batch = loop.next()
+                    is_done, failure = True, error
+                if held:
+                    (batch, *_) = [loop.next() for loop in loops]
                     if is_last:  # such a loader says it of the batch that is used now
-                        vars(self.loader)["end_of_dataloader"] = not loop.batches
+                        vars(self.loader)["end_of_dataloader"] = not held
                     yield batch
-                    loop.passed()
-            if not isinstance(failure, StopIteration):
+                    for loop in loops:
+                        loop.passed()
+            if failure is not None:
                 raise failure
         finally:
-            self._end(loop)
+            failure = None  # it refers to this frame
+            for asker, loop in zip(self.askers, loops, strict=True):
+                asker.end(loop)
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]

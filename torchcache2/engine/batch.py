@@ -71,7 +71,7 @@ class NotRunError(BaseException):
 
 
 class WholeBatch:
-    """What a computation returns if it has computed all items although it was asked for some."""
+    """The result of a computation that computed all items although only some were requested."""
 
     def __init__(self, output: Any) -> None:
         self.output = output
@@ -147,11 +147,11 @@ class Source(Protocol):
         ...
 
     def description(self, namespace: bytes) -> Mapping[str, Any]:
-        """What the namespace stands for, as JSON, for people and `explain`."""
+        """The description of the namespace as JSON, for people and `explain`."""
         ...
 
     def distrust(self) -> None:
-        """Note that a row was wrong: what the namespace stands for may have changed unnoticed."""
+        """Note that a row was wrong: the module may have changed unnoticed."""
         ...
 
 
@@ -171,15 +171,15 @@ class FunctionSource:
         self.checks = Checks()
 
     def dtypes(self) -> Collection[torch.dtype]:
-        """It is not known what the function reads."""
+        """Unknown, because nobody can tell what the function reads."""
         return ()
 
     def runs_whole_batch(self) -> bool:
-        """It computes what it is asked for."""
+        """It computes exactly the requested items."""
         return False
 
     def distrust(self) -> None:
-        """Nothing was noticed, so that nothing is to be looked at again."""
+        """Nothing was noticed, so there is nothing to check again."""
 
 
 class Hits(NamedTuple):

@@ -64,14 +64,14 @@ def now() -> str:
 
 
 class Cache:
-    """Finds rows of one namespace, and has the others computed.
+    """Finds rows of one namespace, and computes the others.
 
     Safe under threads. Two threads that miss the same key at once both compute it.
 
     Parameters
     ----------
     namespace : bytes
-        16 bytes that say who computes, such as a digest of model name and version.
+        16 bytes that identify who computes, such as a digest of model name and version.
     settings : CacheSettings, optional
         Options.
     tiers : TierStack, optional
@@ -111,7 +111,7 @@ class Cache:
 
     @transparent
     def fetch(self, keys: Keys, compute: Callable[[Tensor], Any], *, device: torch.device = _CPU) -> Any:
-        """The output for a batch: rows that are found, and the others computed.
+        """The output for a batch: found rows, and the other items computed.
 
         Parameters
         ----------
@@ -157,7 +157,7 @@ class Cache:
         return forward(torch.from_numpy(np.arange(len(keys))))
 
     def output(self, keys: Keys, source: Source, since: float | None = None) -> Any:
-        """What `fetch` returns, of items that a source computes.
+        """The output of a batch whose misses a `source` computes; see `fetch`.
 
         The cost of caching is counted from the time `since` on (of `time.perf_counter`), by default from now
         on.
@@ -207,7 +207,7 @@ class Cache:
         return batch.output(rows)
 
     def find(self, batch: Batch) -> Hits | None:
-        """The rows that are there; None if some are of different schemas, which do not stack."""
+        """The rows of the keys that are found; None if their schemas differ, as these do not stack."""
         if self.collective is None:
             parts = self.tiers.get(batch.keys).parts
         else:
@@ -369,17 +369,17 @@ class Cache:
         (self.tiers if self.collective is None else self.collective).drop(namespace)
 
     def stand_by(self, error: Exception | None = None) -> AbstractContextManager[None]:
-        """The context of a call that is passed by, or raises, in step with other ranks if there are any."""
+        """A context for a call that is passed through or raises, in step with other ranks if any."""
         return contextlib.nullcontext() if self.collective is None else self.collective.stand_by(error)
 
     def do_without(self, items: int, error: Exception) -> None:
-        """Count items that are computed past the cache because there is no memory for its own work."""
+        """Count items that are computed without the cache, because it has no memory for its own work."""
         self.counters.add(misses=items)
         text = "%s: not enough memory for the cache, so these items are computed without it: %s"
         self.tell("own memory", text, self.name, str(error))
 
     def relieve(self, error: torch.cuda.OutOfMemoryError) -> None:
-        """Give up the rows on a device that had no memory for the forward."""
+        """Free the rows on a device that had no memory for the forward."""
         freed = self.tiers.give_back(device_of(error))
         if freed:
             torch.cuda.empty_cache()
@@ -407,11 +407,11 @@ class Cache:
         return None if directory is None else Path(directory.path)
 
     def alone(self) -> AbstractContextManager[None]:
-        """Within this context, calls of this rank are answered without the others.
+        """Within this context, this rank answers its calls without the others.
 
-        It is for calls that not all ranks make, such as a validation on rank 0, if
-        ``distributed="collective"``: rows that this rank has are found, what it lacks it computes, and nobody
-        waits for anybody. It holds for all modules that this thread calls meanwhile.
+        With ``distributed="collective"``, use it for calls that not all ranks make, such as a validation on
+        rank 0. This rank finds its own rows and computes the others, without waiting. The context holds for
+        all modules that this thread calls.
 
         Examples
         --------
@@ -425,30 +425,30 @@ class Cache:
         return apart()
 
     def join(self) -> AbstractContextManager[None]:
-        """Around a loop: a rank that is done with it goes on answering until all others are, too.
+        """Put it around a loop: a rank that has finished the loop keeps answering until all others have, too.
 
-        It is for loops in which ranks call a module with ``distributed="collective"`` different numbers of
+        With ``distributed="collective"``, use it for loops in which ranks call a module different numbers of
         times, such as the extraction of features. All ranks enter it. If the loop raises in one rank, the
         others raise `RankError`. With other options it does nothing.
 
         Raises
         ------
         RankError
-            If another rank fails, or ends, before it is done.
+            If another rank fails, or ends, before it has finished.
         """
         return contextlib.nullcontext() if self.collective is None else self.collective.join()
 
     def description(self, namespace: bytes) -> Mapping[str, Any]:
-        """What a namespace of this cache stands for, as JSON, for people and `explain`."""
+        """A description of the namespace as JSON, for people and `explain`."""
         face = self.face()
         return self.document() if face is None else face.description(namespace)
 
     def document(self) -> dict[str, Any]:
-        """What a description says that knows nothing of who computes."""
+        """The description when nothing is known about who computes."""
         return {"class": None, "library": __version__, "torch": str(torch.__version__), "created": now()}
 
     def flush(self) -> None:
-        """Return when everything that was computed is as durable as the tiers make it."""
+        """Return when all computed rows are as durable as the tiers make them."""
         self.tiers.flush()
 
     def clear(self) -> None:
@@ -456,9 +456,9 @@ class Cache:
         self.drop(self.namespace)
 
     def close(self, *, forgets: bool = True) -> None:
-        """Stop caching and let go of the rows in memory; calls compute everything from then on.
+        """Stop caching and free the rows in memory; later calls compute everything.
 
-        What waits to be written is on disk when this returns.
+        Waiting rows are on disk when this returns.
         """
         if not self.is_closed:
             self.is_closed = True

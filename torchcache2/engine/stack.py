@@ -30,7 +30,7 @@ class Describer(Protocol):
     """What knows what namespaces stand for."""
 
     def description(self, namespace: bytes) -> Mapping[str, Any]:
-        """What a namespace stands for, as JSON."""
+        """The description of a namespace, as JSON."""
         ...
 
 
@@ -65,13 +65,13 @@ class Users:
             return {cache.namespace for cache in list(self._caches)}
 
     def describe(self, namespace: bytes, description: Mapping[str, Any]) -> None:
-        """Remember what a namespace stands for."""
+        """Remember the description of a namespace."""
         if len(self.described) >= _MOST_DESCRIBED:
             self.described.clear()
         self.described[namespace] = description
 
     def description(self, namespace: bytes) -> Mapping[str, Any]:
-        """What a namespace stands for; empty if it is neither remembered nor in use."""
+        """The description of a namespace; empty if it is neither remembered nor in use."""
         if namespace in self.described:
             return self.described[namespace]
         with self._lock():
@@ -139,7 +139,7 @@ class TierStack:
     def get(self, keys: Keys) -> Found:
         """The rows of those keys that are in any tier.
 
-        Each tier is asked for what the faster ones do not have, and what it has is offered to them.
+        Each tier looks for what the faster ones lack, and offers them the rows that it finds.
         """
         ahead = next((parts for room in [*self.rooms] if (parts := room.get(keys))), [])
         if not ahead:

@@ -30,9 +30,9 @@ class CacheStats:
     misses : int
         Items that were computed and offered to the cache.
     waited : int
-        Hits that another rank has computed while this one waited, by all caches that share the budget.
+        Hits that another rank computed while this one waited, of all caches that share the budget.
     taken_over : int
-        Items that another rank had begun to compute, and then ended or failed, so that this one has.
+        Items that this rank computed because another one, which had claimed them, ended or failed.
     received, sent : int
         With ``distributed="collective"``: hits whose rows came from other ranks, and rows sent to them.
     exchange_seconds : float
@@ -61,9 +61,9 @@ class CacheStats:
     bytes_up, bytes_down : int
         Bytes that this process has sent to a bucket, and got from there.
     corrupt : int
-        Damaged rows and files that were met. The files are set aside, and the items are computed again.
+        Damaged rows and files. The files are set aside, and the items are computed again.
     faults : int
-        Calls of the operating system for the cache directory, of servers, and of a bucket, that failed.
+        Failed calls: of the operating system for the cache directory, of servers, and of a bucket.
     verified : int
         Hits that were computed again; see the option `verify`.
     mismatched : int
@@ -107,7 +107,7 @@ class CacheStats:
 
     @property
     def hit_rate(self) -> float:
-        """Share of items that were found, of all that were asked for; 0.0 if there were none."""
+        """Share of all items that were found; 0.0 if there were no items."""
         asked = self.hits + self.misses + sum(self.bypasses.values())
         return self.hits / asked if asked else 0.0
 

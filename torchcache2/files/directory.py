@@ -63,6 +63,8 @@ NAMESPACE_NAME = re.compile(r"[0-9a-f]{32}")
 SEGMENT_NAME = re.compile(r"[0-7][0-9A-HJKMNP-TV-Z]{25}" + re.escape(SEGMENT))
 RUN_NAME = re.compile(SEGMENT_NAME.pattern.removesuffix(re.escape(SEGMENT)) + re.escape(RUN))
 HEAD_NAME = re.compile(SEGMENT_NAME.pattern + re.escape(HEAD))
+PACK = ".heads"  # in a bucket: the heads of many segments, up to the one that it is named after
+PACK_NAME = re.compile(SEGMENT_NAME.pattern.removesuffix(re.escape(SEGMENT)) + re.escape(PACK))
 PART, MAP = ".part", ".part.map"  # of a segment with a head: some of its blocks, and which are here
 PART_NAME = re.compile(SEGMENT_NAME.pattern + re.escape(PART) + r"(\.map)?")
 NOTE_NAME = re.compile(NAMESPACE_NAME.pattern + re.escape(NOTE))
@@ -77,15 +79,16 @@ _LEFT_OVER = re.compile(
 class Contents:
     """The files of one namespace, which is 32 hexadecimal digits.
 
-    Besides segments there are their `runs`, the `heads` of those that a bucket has, the `parts` of some of
-    these, files that were found `corrupt`, `temporary` ones that are being written, and `others`:
-    ``fingerprint.json``.
+    Besides segments there are their `runs`, the `heads` of those that a bucket has (there, in `packs`), the
+    `parts` of some of these, files that were found `corrupt`, `temporary` ones that are being written, and
+    `others`: ``fingerprint.json``.
     """
 
     namespace: str
     segments: list[FileInfo]
     runs: list[FileInfo]
     heads: list[FileInfo]
+    packs: list[FileInfo]
     parts: list[FileInfo]
     corrupt: list[FileInfo]
     temporary: list[FileInfo]
@@ -95,7 +98,7 @@ class Contents:
     def files(self) -> list[FileInfo]:
         """All of these files."""
         rest = [*self.corrupt, *self.temporary, *self.others]
-        return [*self.segments, *self.runs, *self.heads, *self.parts, *rest]
+        return [*self.segments, *self.runs, *self.heads, *self.packs, *self.parts, *rest]
 
     @property
     def nbytes(self) -> int:
@@ -110,7 +113,7 @@ class Contents:
 
 def contents_of(namespace: str, listing: list[FileInfo]) -> Contents:
     """The files of a namespace among what is in its folder."""
-    found = Contents(namespace, [], [], [], [], [], [], [])
+    found = Contents(namespace, [], [], [], [], [], [], [], [])
     for info in listing:
         if info.is_folder:
             continue
@@ -120,6 +123,8 @@ def contents_of(namespace: str, listing: list[FileInfo]) -> Contents:
             found.runs.append(info)
         elif HEAD_NAME.fullmatch(info.name):
             found.heads.append(info)
+        elif PACK_NAME.fullmatch(info.name):
+            found.packs.append(info)
         elif PART_NAME.fullmatch(info.name):
             found.parts.append(info)
         elif info.name == FINGERPRINT:
@@ -247,7 +252,7 @@ class CacheDirectory:
             return 0
 
     def prepare(self, namespace: bytes, fingerprint: Mapping[str, Any]) -> None:
-        """Make a namespace's folder, and the file that says what it stands for.
+        """Make a namespace's folder, and the file that describes it.
 
         The name of that file is on the disk when the folder is synced, as it is after each segment.
         """

@@ -19,7 +19,7 @@ class NewerFormatError(UnreadableError):
 
 
 class AwayError(OSError):
-    """Bytes of a bucket that fails now, of which the user was told."""
+    """Bytes of a bucket that fails now, as the user has been warned."""
 
 
 class TooLargeError(UnreadableError):

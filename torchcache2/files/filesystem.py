@@ -216,7 +216,7 @@ class StrangeFileError(OSError):
 
 
 class FileInfo(NamedTuple):
-    """What the system says of a name in a folder."""
+    """The system's facts about a name in a folder."""
 
     name: str
     is_folder: bool

@@ -177,7 +177,13 @@ class Removal:
     def files(self, contents: Contents) -> None:
         """Delete a namespace's segments, the oldest first, what is left of some, the heads and the runs."""
         segments = sorted(contents.segments, key=lambda info: (info.mtime, info.name))
-        rest = (*reversed(contents.parts), *contents.corrupt, *contents.heads, *contents.runs)
+        rest = (
+            *reversed(contents.parts),
+            *contents.corrupt,
+            *contents.heads,
+            *contents.packs,
+            *contents.runs,
+        )
         for info in (*segments, *rest):
             self.file(contents, info)
 

@@ -1,4 +1,4 @@
-"""The arguments of a call: what is batched, and canonical bytes of everything else.
+"""The arguments of a call: the batched ones, and canonical bytes of all others.
 
 `Signature` binds the arguments of a call to names, and has an `ArgumentEncoder` go through them: tensors are
 batched, sequences that `item_args` names have one entry per item, objects with state count by what they are
@@ -425,7 +425,7 @@ class BoundCall:
 
     @property
     def device(self) -> torch.device | None:
-        """The device of the first batched tensor, else of the first of an object; None if there is none."""
+        """The device of the first batched tensor, or else of the first in an object; None without any."""
         tensors = [tensor for _, tensor in self.leaves] or [
             t for one in self.objects for t in one.seen.tensors.tensors
         ]

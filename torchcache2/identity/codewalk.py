@@ -201,7 +201,7 @@ class CodeWalk(Encoder):
         return len(self._done) > before
 
     def watch_all(self) -> None:
-        """Have noticed what was met besides what was read."""
+        """Note the objects that were seen besides those that were read."""
         for scope, names in self._code_of_others.scopes.values():
             self.watch_names(scope, names)
         for registry in self._code_of_others.registries:
@@ -265,7 +265,7 @@ class CodeWalk(Encoder):
         return self.encode(defaults, f"{kind.__name__} fields")
 
     def _reached_by(self, kind: type) -> bytes:
-        """Bytes of what the user has put where the forward of an installed class, or of torch's, finds it."""
+        """Bytes of the user's code in places where the forward of an installed class finds it."""
         names = self._code_of_others.reach(kind)
         self.uses.others |= names
         if "forward" in vars(kind):
@@ -445,7 +445,7 @@ class CodeWalk(Encoder):
             self._unfollowed(function, name, owner)
 
     def _chain(self, chain: tuple[str, ...], function: types.FunctionType, uses: Uses, owner: str) -> Any:
-        """Write down what a global stands for, or, if it is a module, an attribute of that; its value."""
+        """Record the value of a global or, if it is a module, of an attribute of it; returns the value."""
         name, *attributes = chain
         scope: Mapping[str, Any] = function.__globals__
         value = scope.get(name, _MISSING)

@@ -24,7 +24,7 @@ def is_ours(value: Any) -> bool:
 
 
 def original(value: Any) -> Any:
-    """What a wrapper of the decorator wraps; anything else as it is."""
+    """The function inside a wrapper of the decorator; anything else unchanged."""
     return getattr(value, ORIGINAL_ATTRIBUTE, value) if is_ours(value) else value
 
 

@@ -47,8 +47,8 @@ _DEEPEST = 5
 class Memo:
     """A dict, met at a path, that is a memo as far as the classes of its object say, and its entries then.
 
-    `names` are that of its attribute, and of what the method that fills it takes of the object besides. `own`
-    are the functions of these classes.
+    `names` are its attribute, and the other attributes that the method that fills it reads. `own` are the
+    functions of these classes.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Memo:
             return False
 
     def accept(self) -> bool:
-        """Take over what a forward has added, which does not count; False if it has done something else."""
+        """Accept entries that a forward has added, which do not count; False if it changed anything else."""
         now, count = dict(self.value), max(0, self._count)
         before, after = _first(self._entries, count), _first(now, count)
         is_kept = len(before) == len(after) and (all(map(is_, before, after)) or alike(before, after))
@@ -151,7 +151,7 @@ def _may_change(function: types.FunctionType, name: str) -> bool:
 
 
 def _is_filler(function: types.FunctionType, name: str, texts: CompiledTexts) -> bool:
-    """Whether a method of one argument returns what a memo has for it, or what it puts there."""
+    """Whether a method of one argument returns the memo's entry for it, or computes and stores that entry."""
     code, source = function.__code__, sourcecode.function_source(function, texts)
     if source is None or code.co_argcount != 2 or code.co_kwonlyargcount or function.__dict__:
         return False
@@ -171,7 +171,7 @@ def _is_filler(function: types.FunctionType, name: str, texts: CompiledTexts) ->
 
 
 def _pure_reads(function: types.FunctionType, own: str = "", depth: int = 0) -> set[str] | None:
-    """The attributes of `own` that code takes, if it depends on nothing else but its arguments; else None."""
+    """The attributes of `own` that code reads; None if it depends on more than these and its arguments."""
     code, reads = function.__code__, set[str]()
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     is_odd = code.co_freevars or code.co_flags & _ODD_FLAGS or not all(map(is_plain, defaults))

@@ -161,7 +161,7 @@ class NamespaceKeeper:
             return self.look_at_tensors()
 
     def look_at_tensors(self) -> Seen:
-        """The namespace as of now, after `facts` has looked at everything else."""
+        """The namespace as of now, after `facts` has checked everything else."""
         with self._lock():
             if not (self._is_known and self._tensors.same()):
                 before = self.fingerprint.namespace
@@ -179,7 +179,7 @@ class NamespaceKeeper:
             return self._tensors.holds()
 
     def changed_since(self, seen: Seen, root: Any) -> str | None:
-        """What has changed since the module was looked at, by path; None if nothing has."""
+        """What has changed since the module was read, by path; None if nothing has."""
         with self._lock():
             before, guard, module = self.fingerprint, self._guard, _owner(root)
             found: dict[str, str] = {}
@@ -205,7 +205,7 @@ class NamespaceKeeper:
             return _told(found or {"the module changed": ""})
 
     def accept_memos(self, seen: Seen, root: Any) -> None:
-        """Have what a forward has added to memos not count, unless it has changed anything else."""
+        """Ignore what a forward has added to memos, unless it has changed anything else."""
         if self._memos:
             self.changed_since(seen, root)
 

@@ -200,7 +200,7 @@ class TensorWatch:
         return True
 
     def holds(self) -> bool:
-        """Whether what has arrived since `same` is what was read; waits for nothing."""
+        """Whether the bytes that have arrived since `same` are those read before; does not wait."""
         if self._arriving is None or not self._arriving[-1].has_arrived:
             return True
         (key, count, has_piece, arriving), self._arriving = self._arriving, None

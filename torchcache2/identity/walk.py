@@ -566,8 +566,8 @@ class Walk(CodeWalk):
     def _lazy(self, lazy: Lazy, path: str) -> None:
         """Write down how a module is loaded. If it is, it is watched as any other.
 
-        What the module is counts only if that is not what the loader makes. So it has a walk of its own, in
-        which it is no root, as its hooks run inside of the forward.
+        The module itself counts only if it differs from the one that the loader makes. So it has a walk of
+        its own, in which it is no root, as its hooks run inside of the forward.
         """
         where = f"{path}." if path else ""
         self.lazies.append(lazy)

@@ -42,7 +42,7 @@ class Found:
 
 @dataclasses.dataclass(frozen=True)
 class TierStats:
-    """What is in a tier now, and what has happened.
+    """The content of a tier now, and counts of what has happened.
 
     Attributes
     ----------

@@ -81,8 +81,8 @@ class Claim:
     others : ndarray of int64
         Those that somebody else computes, or has computed since they were missed; `wait` decides about them.
     appeared : ndarray of int64
-        Those whose rows were there when `wait` returned last. As a tier may forget, what it does not find
-        after all is to be computed without a claim.
+        Those whose rows were there when `wait` returned last. A tier may forget rows: compute what it does
+        not find without a claim.
     """
 
     def __init__(self, count: int, tiers: Sequence[TierClaim] = ()) -> None:
@@ -101,8 +101,8 @@ class Claim:
         Returns
         -------
         ndarray of int64
-            Positions that were given up: this call computes them now. They are not in `others` any more,
-            and neither is what has `appeared`.
+            Positions that were given up: this call computes them now. They are no longer in `others`, and
+            neither are keys whose rows have `appeared`.
         """
         self.release()
         pauses, due = [tier.pauses[0] for tier in self._tiers], [0.0] * len(self._tiers)

@@ -98,9 +98,9 @@ def make_tiers(
 ) -> list[Tier]:
     """The tiers of one budget, fastest first.
 
-    `in_use()` are the namespaces that something alive in this process uses. `description(namespace)` says
-    what a namespace stands for, for people and later runs. The processes of a `job` share their memory.
-    `opened` are connections to the bucket, if there are any already; the tiers close them.
+    `in_use()` are the namespaces that something alive in this process uses. `description(namespace)`
+    describes a namespace, for people and later runs. The processes of a `job` share their memory. `opened`
+    are connections to the bucket, if there are any already; the tiers close them.
     """
     budget, ranks = settings.memory_budget(), 1 if job is None else ranks_here()
     # Rows that wait to be written count as memory, too.

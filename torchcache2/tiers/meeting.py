@@ -23,7 +23,7 @@ _RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 def job_name(environ: Mapping[str, str], *parts: str) -> bytes:
     """The name of the job of this process, for a cache that `parts` name: 16 bytes.
 
-    It is what ``TORCHCACHE_JOB`` says, else where the ranks meet, else the parent process.
+    It is the value of ``TORCHCACHE_JOB``, or else the place where the ranks meet, or else the parent process.
     """
     if environ.get(JOB):
         job = [environ[JOB]]

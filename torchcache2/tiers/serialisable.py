@@ -1,4 +1,4 @@
-"""`Serialisable`: which outputs can be written down, so that somebody else can read them."""
+"""`Serialisable`: which outputs can be written so that another process can read them."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Slabs:
 
 
 class OwnRows:
-    """A copy of rows on the host that nobody else writes to; rows of an accelerator may arrive later.
+    """A private copy of rows on the host; rows of an accelerator may arrive later.
 
     The `rows` are on any device, and the caller may write to them afterwards. Memory comes from `slabs`.
     """

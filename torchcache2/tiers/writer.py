@@ -225,7 +225,7 @@ class Writer:
             thread.join()
 
     def _wait(self) -> None:
-        """Return when something has changed, or after a second; with the lock held, be it interrupted."""
+        """Return when something has changed, or after a second; holds the lock again, even if interrupted."""
         try:
             self._changed.wait(1.0)
         finally:

@@ -30,6 +30,7 @@ from tests.helpers.storage import (
     warnings_of,
 )
 from torchcache2.files.directory import FINGERPRINT, MIRROR, TAG, TAG_TEXT, CacheDirectory
+from torchcache2.files.layout import unpack
 from torchcache2.tiers.bucket.mirror import Mirror, MirrorLock
 from torchcache2.tiers.bucket.objects import Objects
 from torchcache2.tiers.disk.sealing import AwaitedUploads
@@ -138,6 +139,30 @@ def test_a_bucket_becomes_what_the_folder_is_and_another_folder_what_the_bucket_
             assert len(found(disk, names_of(range(3)), WIDTH)) == 3 * ROWS
         tier.close()
         assert objects.faults == objects.corrupt == 0
+
+
+def test_the_heads_of_many_segments_are_packed_once_and_again_when_there_are_many_more(tmp_path):
+    place = bucket("file", tmp_path)
+
+    def packs():
+        return {name: size for name, size in there(objects).items() if name.endswith(".heads")}
+
+    with opened(place) as objects:
+        for numbers, count in [(range(32), 1), (range(40, 60), 1), (range(60, 75), 2)]:
+            with mirrored(objects, tmp_path / "one") as (disk, mirror):
+                seal_some(disk, numbers)
+                mirror.flush()
+            assert len(packs()) == count
+        names = set()
+        for name, size in packs().items():
+            some = unpack(objects.read([(f"{FOLDER}/{name}", 0, size)])[0])
+            assert not names & some.keys() and max(some).partition(".")[0] == name.partition(".")[0]
+            names |= some.keys()
+        assert names == here(tmp_path / "one").keys()
+        with mirrored(objects, tmp_path / "two") as (disk, mirror):  # a reader writes none
+            assert len(found(disk, names_of(range(32)), WIDTH)) == 0
+            mirror.flush()
+        assert len(packs()) == 2
 
 
 def test_the_tag_comes_first_and_a_fingerprint_last_and_again_when_it_says_more(slow, path):

@@ -29,12 +29,14 @@ from tests.helpers.storage import (
     warnings_of,
 )
 from torchcache2.core.rows import Rows
+from torchcache2.files import layout
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.layout import HEAD, read_head, write_head
 from torchcache2.tiers.base import Signals
 from torchcache2.tiers.bucket import heads as heads_module
 from torchcache2.tiers.bucket import sparse
 from torchcache2.tiers.bucket.objects import Objects
+from torchcache2.tiers.disk import merging
 from torchcache2.tiers.disk.tier import DiskTier
 
 FS = Unsynced()
@@ -235,6 +237,72 @@ def test_what_was_dropped_is_not_looked_at_again(place):
     upload(tier.bucket.objects, place.path / "another")
     for one in (tier, other):
         assert found(one, names_of(0), WIDTH) == [(0, 1)]
+
+
+def test_runs_of_the_local_folder_have_the_segments_of_the_bucket_too(place, monkeypatch):
+    monkeypatch.setattr(merging, "_LEAST_ROWS", 30)
+    place.fill(4)
+    tier = place.tier(writes=True, budget=10**8)
+    assert tier.has(keys_of(names_of(*range(4)))).all()
+    seal(tier, names_of(4), WIDTH)
+    (run,) = place.local.glob("*/*.run")
+    (own,) = segments(place.local)
+    for made in (tier, place.tier()):
+        made.bucket.objects.reads.clear()
+        assert found(made, names_of(*range(5)), WIDTH) == names_of(*range(5))
+        assert made._known.located[NAMESPACES[0]].beside_runs == (2, 20)  # a run has the other three
+    flip(own, 100)  # its header: the bucket does not have it
+    flip(segments(place.remote)[1], -1)
+    last = place.tier()
+    assert found(last, names_of(*range(5)), WIDTH) == names_of(*range(4))
+    assert run.exists() and last.stats().corrupt >= 1
+
+
+# Packs of heads.
+
+
+@pytest.fixture
+def packed(place):
+    """A bucket of 40 segments, and of a pack with the heads of the first 35."""
+    files = place.fill(40)
+    heads = {file.name: (file.stat().st_size, read_head(FS, str(file))[0]) for file in files[:35]}
+    pack = files[34].with_suffix(".heads")
+    pack.write_bytes(layout.pack(heads))
+    return files, pack
+
+
+def asked_for_heads(tier):
+    return [name for read in tier.bucket.objects.reads for name, start, _ in read if start == 0]
+
+
+def test_heads_come_in_packs_and_the_others_from_their_segments(place, packed):
+    files, pack = packed
+    tier = place.tier()
+    assert tier.has(keys_of(names_of(*range(40)))).all()
+    asked = ["fingerprint.json", pack.name, *(file.name for file in files[35:])]
+    assert sorted(asked_for_heads(tier)) == sorted(f"{FOLDER}/{name}" for name in asked)
+    assert found(tier, names_of(*range(40), rows=[7]), WIDTH) == names_of(*range(40), rows=[7])
+
+
+def test_a_pack_with_heads_under_other_names_gives_no_row_for_another(place, packed):
+    _, pack = packed
+    heads = layout.unpack(pack.read_bytes())
+    pack.write_bytes(layout.pack(dict(zip(heads, reversed(heads.values()), strict=True))))
+    tier = place.tier()
+    seen = found(tier, names_of(*range(40)), WIDTH)  # it compares what is found with what was written
+    assert set(seen) >= set(names_of(*range(35, 40))) and len(seen) < 70 and tier.stats().corrupt >= 300
+
+
+@pytest.mark.parametrize("what", ["garbage", "cut", "flipped", "empty"])
+def test_a_pack_that_is_damaged_costs_requests_only(place, packed, what, log):
+    _, pack = packed
+    data = bytearray(pack.read_bytes())
+    for start in range(0, len(data), 997):
+        data[start] ^= what == "flipped"
+    pack.write_bytes({"garbage": os.urandom(5000), "cut": data[:-100], "empty": b""}.get(what, data))
+    tier = place.tier()
+    assert found(tier, names_of(*range(40)), WIDTH) == names_of(*range(40))
+    assert warnings_of(log) == [] and tier.stats().corrupt == 0
 
 
 # Objects that are not what they should be.

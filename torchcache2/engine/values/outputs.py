@@ -79,7 +79,7 @@ class Lists:
         return lengths, [leaf for _, leaf in taken_apart(output, node)[0]]
 
     def unsettled(self, output: Any, count: int) -> list[str]:
-        """The paths of lists of which it is not known what they are, after an output for `count` items."""
+        """The paths of lists in an output for `count` items that may, or may not, have an entry per item."""
         lengths, _ = self.leaves(output)
         if count:
             self.known.update(

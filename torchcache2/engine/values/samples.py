@@ -15,7 +15,7 @@ and None. It comes back with the types, dtypes, order of keys and bits that it h
     sample = rebuild(row)                         # the bytes of each of its leaves
 
 Samples of one structure and one shape are stacked, column by column. Each row has its own numbers, texts and
-bytes, unlike the rows of a module's output. What varies in length is packed into bytes.
+bytes, unlike the rows of a module's output. Values that vary in length are packed into bytes.
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ def _form_of(value: Any, values: list[Any], depth: int = 4) -> Any:
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    """Whether a sample that was taken apart has a leaf that was found when its form was."""
+    """Whether a sample that was taken apart has a leaf that depends on the sample's form."""
     if type(value) is type(other) is Raw:
         arrays = value.array, other.array
         return value.is_exact is other.is_exact and arrays[0].tobytes() == arrays[1].tobytes()

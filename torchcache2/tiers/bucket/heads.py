@@ -8,13 +8,22 @@ import math
 import os
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
 from torchcache2.core.process import ProcessLock
 from torchcache2.files.directory import FINGERPRINT, CacheDirectory, contents_of
 from torchcache2.files.errors import DamagedError, NewerFormatError, UnreadableError
 from torchcache2.files.filesystem import FileInfo, made_at
-from torchcache2.files.layout import FORMAT_VERSION, HEAD, head_size, parse_head, read_head, write_head
+from torchcache2.files.layout import (
+    FORMAT_VERSION,
+    HEAD,
+    head_size,
+    parse_head,
+    read_head,
+    unpack,
+    write_head,
+)
 from torchcache2.tiers.bucket.objects import Objects
 from torchcache2.tiers.bucket.sparse import BucketFolder
 
@@ -22,6 +31,7 @@ _RETRY = 2.0  # seconds
 _AT_ONCE = 32  # heads
 _FIRST_READ, _MOST_READ = 16 << 10, 1 << 20  # bytes
 _MOST_TEXT = 16 << 20
+LEAST_PACKED, MOST_PACK = 32, 32 << 20  # heads, and bytes, of a pack
 
 
 class Listing:
@@ -45,6 +55,7 @@ class Listing:
         self._lock = ProcessLock()
         self._listed = -math.inf
         self._longest = _FIRST_READ  # of the heads that were seen
+        self._packs: set[str] = set()  # those that were read
         self._bad: dict[str, int] = {}  # objects that are no segments, and their sizes then
 
     def is_quiet(self, every: float) -> bool:
@@ -74,7 +85,7 @@ class Listing:
             self._bad = {name: size for name, size in self._bad.items() if sizes.get(name) == size}
             new = sizes.keys() - known - self._bad.keys()
             wanted = {name: sizes[name] for name in new if made_at(name) > since}
-            self._fetch(wanted, found.others)
+            self._fetch(dict(wanted), found.packs, found.others)
             if self._objects.cause is None:
                 self._listed = time.monotonic()
             return True  # if it has shown nothing new, another process may have been faster
@@ -91,21 +102,16 @@ class Listing:
     def _path(self, name: str) -> str:
         return os.path.join(self._directory.folder(self._namespace), name)
 
-    def _fetch(self, sizes: Mapping[str, int], others: Sequence[FileInfo]) -> None:
+    def _fetch(self, sizes: dict[str, int], packs: Sequence[FileInfo], others: Sequence[FileInfo]) -> None:
         """Write the heads of segments of these sizes to the local folder, or keep them in memory.
 
         Processes that do so at the same time begin with different ones, and leave out what others have had.
         """
-        fs, names = self._directory.fs, list(sizes)
-        random.shuffle(names)
-        writes = bool(names) and self._prepare(others)
-        for first in range(0, len(names), _AT_ONCE):
-            some = [
-                name for name in names[first : first + _AT_ONCE] if not fs.exists(self._path(name) + HEAD)
-            ]
-            heads = {name: head for name in some if (head := self._of_file(name, sizes[name]))}
-            heads |= self._read({name: sizes[name] for name in some if name not in heads})
+        fs = self._directory.fs
+        writes = bool(sizes) and self._prepare(others)
+        for heads in chain(self._packed(sizes, packs), self._alone(sizes)):
             for name, head in heads.items():
+                sizes.pop(name)
                 try:
                     if writes:
                         write_head(fs, self._path(name), head)
@@ -115,6 +121,36 @@ class Listing:
                     self._folder.note(self._path(name), head)
             if self._objects.cause is not None:
                 break
+
+    def _packed(self, sizes: dict[str, int], packs: Sequence[FileInfo]) -> Iterator[dict[str, bytes]]:
+        """The heads of many segments that are in packs; a pack has none behind the one it is named after."""
+        folder = self._namespace.hex()
+        for info in packs if len(sizes) >= LEAST_PACKED else ():
+            if info.name in self._packs or info.size > MOST_PACK or info.name < min(sizes, default="~"):
+                continue
+            data = self._objects.read([(f"{folder}/{info.name}", 0, info.size)])[0]
+            if data is None:
+                return
+            self._packs.add(info.name)
+            heads = dict[str, bytes]()
+            with contextlib.suppress(DamagedError):  # what it lacks is read from the segments
+                for name, (size, head) in unpack(data).items():
+                    with contextlib.suppress(DamagedError):
+                        if sizes.get(name) == size:
+                            self._check(head, size)
+                            heads[name] = head
+            yield heads
+
+    def _alone(self, sizes: dict[str, int]) -> Iterator[dict[str, bytes]]:
+        """The heads of segments, read from these, or from files that are here."""
+        fs, names = self._directory.fs, list(sizes)
+        random.shuffle(names)
+        for first in range(0, len(names), _AT_ONCE):
+            some = [
+                name for name in names[first : first + _AT_ONCE] if not fs.exists(self._path(name) + HEAD)
+            ]
+            heads = {name: head for name in some if (head := self._of_file(name, sizes[name]))}
+            yield heads | self._read({name: sizes[name] for name in some if name not in heads})
 
     def _prepare(self, others: Sequence[FileInfo]) -> bool:
         """Make the local folder, and have it say what the namespace stands for; whether that has worked."""

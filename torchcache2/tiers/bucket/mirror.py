@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection
 from torch.utils.data import get_worker_info
 
 from torchcache2.core.process import AtExit, ProcessLock, before_pools_end
-from torchcache2.files.directory import FINGERPRINT, MIRROR, CacheDirectory, Contents
+from torchcache2.files.directory import FINGERPRINT, MIRROR, PACK, CacheDirectory, Contents
 from torchcache2.files.filesystem import Descriptor
 from torchcache2.tiers.bucket.connection import LOOP_THREAD
 from torchcache2.tiers.bucket.objects import Objects
@@ -281,7 +281,7 @@ class Mirror:
         self._downloads.note(contents)
         lacking = self._uploads.wanted(contents)
         if not (holds and self.uploads):  # only who uploads knows what the bucket's fingerprints say
-            lacking = [transfer for transfer in lacking if transfer.name != FINGERPRINT]
+            lacking = [one for one in lacking if one.name != FINGERPRINT and not one.name.endswith(PACK)]
         if lacking and not self.uploads:
             self._sole.release()  # to a process that uploads
             holds, lacking = False, []

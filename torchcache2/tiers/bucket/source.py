@@ -41,7 +41,7 @@ class BucketSource:
     objects : Objects, optional
         What this process asks of the bucket; it is closed with this.
     signals : Signals, optional
-        What the processes of a job tell each other.
+        Signals between the processes of a job.
     every : float
         Seconds after which the bucket may be asked again which segments it has, if rows are missing.
     uploads : bool or None

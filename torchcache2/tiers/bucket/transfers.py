@@ -24,6 +24,8 @@ from torchcache2.files.directory import (
     CORRUPT,
     FINGERPRINT,
     NAMESPACE_NAME,
+    PACK,
+    PACK_NAME,
     PART,
     TAG,
     TAG_TEXT,
@@ -33,8 +35,9 @@ from torchcache2.files.directory import (
 )
 from torchcache2.files.errors import DamagedError, NewerFormatError, TooLargeError
 from torchcache2.files.filesystem import FileInfo
-from torchcache2.files.layout import FORMAT_VERSION, HEAD, parse_head, read_head, write_head
+from torchcache2.files.layout import FORMAT_VERSION, HEAD, pack, parse_head, read_head, write_head
 from torchcache2.files.removal import deleting, in_use, used_bytes
+from torchcache2.tiers.bucket.heads import LEAST_PACKED, MOST_PACK
 from torchcache2.tiers.bucket.objects import Objects
 from torchcache2.tiers.bucket.sparse import BucketFolder
 
@@ -90,6 +93,16 @@ def absent(contents: Contents) -> list[Transfer]:
     return [Transfer(contents.namespace, name) for name in names if name not in here]
 
 
+def _stem(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _behind(contents: Contents, stem: str) -> list[str]:
+    """The segments with a head that come after one, in order."""
+    names = sorted(info.name.removesuffix(HEAD) for info in contents.heads)
+    return [name for name in names if _stem(name) > stem]
+
+
 _ANY_SIZE = 1 << 62
 
 
@@ -100,6 +113,8 @@ class _Namespace:
         self.lock = threading.Lock()
         self.there: dict[str, int] | None = None  # bytes of what the bucket has; None: not listed
         self.done: set[str] = set()  # what the bucket has, or what cannot be read here
+        self.is_written = False  # by this process
+        self.packed = ""  # up to which segment heads need not be packed
         self.described: FileInfo | None = None  # the fingerprint of which the bucket has all
 
 
@@ -130,6 +145,9 @@ class Uploads:
         for one in contents:
             known = self._namespaces[one.namespace]
             found += [transfer for transfer in lacking(one) if transfer.name not in known.done]
+            fresh = _behind(one, known.packed) if known.is_written and not lacking(one) else []
+            if len(fresh) >= LEAST_PACKED:
+                found.append(Transfer(one.namespace, _stem(fresh[-1]) + PACK))
             if (one.segments or one.heads) and one.others and one.others[0] != known.described:
                 found.append(Transfer(one.namespace, FINGERPRINT))
         return found
@@ -141,6 +159,9 @@ class Uploads:
             return False
         if transfer.name == FINGERPRINT:
             return self._describe(transfer.namespace, known)
+        if transfer.name.endswith(PACK):
+            self._pack(transfer.namespace, known)
+            return True
         path = os.path.join(self._directory.path, *transfer)
         try:
             head, size = read_head(self._fs, path)
@@ -168,6 +189,7 @@ class Uploads:
             if not self._upload_segment(path, transfer, size):
                 return False
             known.there[transfer.name] = size
+            known.is_written = True
         try:
             if self._fs.is_file(path):  # if it was dropped meanwhile, its head has to stay away
                 write_head(self._fs, path, head)
@@ -257,6 +279,22 @@ class Uploads:
             reason,
             self._directory.path,
         )
+
+    def _pack(self, namespace: str, known: _Namespace) -> None:
+        """Bring one pack of the heads that no pack has, so that readers ask for few objects."""
+        assert known.there is not None
+        packs = [name for name in known.there if PACK_NAME.fullmatch(name)]
+        names = _behind(self._directory.contents(namespace), _stem(max(packs, default="")))
+        heads, left = dict[str, tuple[int, bytes]](), MOST_PACK // 2
+        for name in names:
+            with contextlib.suppress(OSError, DamagedError, KeyError):  # whoever misses it reads the segment
+                head = self._fs.read_file(os.path.join(self._directory.path, namespace, name + HEAD), left)
+                heads[name], left = (known.there[name], head), left - len(head)
+        known.packed = _stem(max(heads if left < MOST_PACK // 4 else names, default=known.packed))
+        if len(heads) >= LEAST_PACKED:
+            name, data = _stem(max(heads)) + PACK, pack(heads)
+            if self._objects.write(f"{namespace}/{name}", data):
+                known.there[name] = len(data)
 
     def _describe(self, namespace: str, known: _Namespace) -> bool:
         """Have the bucket's fingerprint say all that the local one says."""

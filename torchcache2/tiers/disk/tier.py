@@ -69,7 +69,7 @@ class DiskTier(Tier):
     closed : callable, optional
         Called at the end of `close`, such as to delete a temporary directory.
     signals : Signals, optional
-        What the processes of a job tell each other.
+        Signals between the processes of a job.
     bucket : BucketSource, optional
         The bucket below the directory, closed with the tier. It gets every segment, and those that it has are
         found too; these make room for new ones here, and no others do.

@@ -142,7 +142,7 @@ class MemoryTier(Tier):
         return self.put(keys, rows, evicts=False)
 
     def keep_replicas(self, keys: Keys, rows: Rows) -> int:
-        """Keep rows that other ranks own, where there is room that nothing else needs."""
+        """Keep replicas of rows that other ranks own, in room that nothing else needs."""
         return self.put(keys, rows, evicts=False, are_replicas=True)
 
     def drop(self, namespace: bytes) -> None:

@@ -29,7 +29,7 @@ _PROCESS = os.urandom(16)  # forked children have the same, but no thread of the
 
 
 class _Held(NamedTuple):
-    """What was claimed together: by whom, when, and until when it is certainly not somebody else's."""
+    """Items that were claimed together: by whom, when, and until when nobody else can claim them."""
 
     keys: Keys
     namespace: bytes

@@ -67,7 +67,7 @@ class Outbox:
         ``send(batches, look)`` sends those rows that are not dropped, and says whether any were kept; it
         raises nothing but interrupts. ``look()`` notes what other processes have dropped meanwhile.
     signals : Signals
-        What the processes of a job tell each other.
+        Signals between the processes of a job.
     queue : int
         Bytes that may wait.
     buffer : int
@@ -182,7 +182,7 @@ class Outbox:
                 self._send_some()
 
     def close(self) -> None:
-        """End the thread; what waits is not sent any more."""
+        """End the thread; waiting rows are no longer sent."""
         with self._lock():
             self._begin()
             self.closed = True
@@ -238,7 +238,7 @@ class Outbox:
             self._forget(namespace)
 
     def _wake(self) -> None:
-        """Have the thread look at what waits, and start it if there is none; under the lock."""
+        """Wake the thread, and start it if there is none; under the lock."""
         self._changed.notify_all()
         if self._thread is not None or self.closed:
             return
@@ -260,7 +260,7 @@ class Outbox:
             self._send_some()
 
     def _seconds_left(self) -> float:
-        """Seconds until something is to be sent, or to be looked at; under the lock."""
+        """Seconds until the thread has to send or check something; under the lock."""
         if not self._queue:
             return 0.0 if self._after else math.inf
         is_enough = self._count >= self._buffer or self._nbytes >= min(

@@ -179,7 +179,7 @@ class Records:
         return head
 
     def _parse(self, head: bytes) -> _Parsed:
-        """What a head says that `_head_of` has accepted."""
+        """The content of a head that `_head_of` has accepted."""
         parsed = self._parsed.get(head)
         if parsed is None:
             try:
@@ -205,7 +205,7 @@ def _seeds(keys: Keys) -> list[int]:
 
 
 def _head_of(value: bytes) -> bytes:
-    """What a value says before its row; empty if it is no value of this version."""
+    """The head of a value, before its row; empty if it is not a value of this version."""
     if len(value) < _START.size + _SUM_BYTES:
         return b""
     magic, codec, size = _START.unpack_from(value)

@@ -282,7 +282,7 @@ def _entered(folder: str) -> Descriptor:
 
 
 class _Limits(NamedTuple):
-    """What a server may keep: as it was asked for, and in bytes."""
+    """How much a server may keep: as requested, and in bytes."""
 
     asked: str
     capacity: int
@@ -294,7 +294,7 @@ class _Limits(NamedTuple):
         return cls(repr(capacity), parse_size("capacity_per_node", capacity, free=free), policy)
 
     def differs(self, other: _Limits) -> bool:
-        """Whether two were asked for different things: what is free changes."""
+        """Whether two requests differ, apart from shares of the free memory, which changes."""
         is_same = self.asked == other.asked or self.capacity == other.capacity
         return not is_same or self.policy != other.policy
 
@@ -321,7 +321,7 @@ def _running(guard: str, file: Descriptor, limits: _Limits) -> Server | None:
 
 
 def _started(folder: str, file: Descriptor, host: str | None, limits: _Limits) -> Server:
-    """A new server, of which the file says where it is; this process keeps it."""
+    """A new server, whose address the file holds; this process keeps it alive."""
     programs = [os.path.abspath(program) for program in find_servers()]
     if not programs:
         watcher.remove(folder)
@@ -354,7 +354,7 @@ def _started(folder: str, file: Descriptor, host: str | None, limits: _Limits) -
 
 
 def _ask(**request: Any) -> dict[str, Any]:
-    """Start a watcher; what it answers."""
+    """Start a watcher; returns its answer."""
     command = [sys.executable, "-I", "-S", watcher.__file__]
     with subprocess.Popen(
         command,
@@ -378,7 +378,7 @@ def _ask(**request: Any) -> dict[str, Any]:
 
 
 def _why(errors: list[tuple[str, str]]) -> str:
-    """The last lines that each program has printed, but for what it was told about the password."""
+    """The last lines that each program printed, without those about the password."""
     texts = []
     for program, printed in errors:
         lines = [line.strip() for line in printed.splitlines() if line.strip() and "user default" not in line]
@@ -430,7 +430,7 @@ def find_servers() -> list[str]:
 
 
 def configuration(folder: str, where: str, password: str, capacity: int, policy: Policy) -> str:
-    """The lines of a configuration file, but for the port.
+    """The lines of a configuration file, without the port.
 
     Parameters
     ----------
@@ -512,7 +512,7 @@ def _leave(path: str) -> None:
 
 
 def _remove_if_dead(folder: str) -> None:
-    """Delete what is left of a server that no process keeps; a watcher ends it all the same."""
+    """Delete the remains of a server that no process uses; its watcher ends the server itself."""
     with contextlib.suppress(OSError):
         path, guard = os.path.join(folder, watcher.FILE), os.path.join(folder, watcher.HELD)
         file = _locked(path, exclusive=True)

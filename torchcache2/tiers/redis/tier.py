@@ -52,7 +52,7 @@ class RedisTier(Tier):
     most_seconds : callable, optional
         As of `DiskTier`: no more rows may wait in a process than it sends in so many seconds.
     signals : Signals, optional
-        What the processes of a job tell each other.
+        Signals between the processes of a job.
 
     Notes
     -----
@@ -112,7 +112,7 @@ class RedisTier(Tier):
             return Found([])
 
     def has(self, keys: Keys) -> Flags:
-        """Whether each key has a row here now, be it one that waits to be sent."""
+        """Whether each key has a row here now, or one that waits to be sent."""
         here = np.zeros(len(keys), bool)
         try:
             if self._outbox.closed:
@@ -130,8 +130,8 @@ class RedisTier(Tier):
     def put(self, keys: Keys, rows: Rows) -> int:
         """Have rows under distinct keys sent soon; waits only if too many wait already.
 
-        Those that servers have are sent again: what is put has been missed, so that a server has lost it, or
-        has a damaged value.
+        Rows that servers have are sent again: a row that is put was missed, so a server has lost it, or has a
+        damaged value.
         """
         if len(keys) == 0 or self._outbox.closed or not self._takes(rows.schema):
             return 0
@@ -226,7 +226,7 @@ class RedisTier(Tier):
     def _send(self, batches: Sequence[Batch], look: Callable[[], None]) -> bool:
         """Have servers keep rows; whether any does. Rows that were dropped meanwhile are deleted again.
 
-        Whoever has dropped the namespace may have looked for its rows before they came.
+        The process that dropped the namespace may have looked for its rows before they came.
         """
         sent: list[tuple[Batch, Keys]] = []
         is_kept = False
@@ -244,7 +244,7 @@ class RedisTier(Tier):
     def _send_piece(
         self, piece: list[tuple[Batch, Keys, Rows]], look: Callable[[], None], sent: list[tuple[Batch, Keys]]
     ) -> bool:
-        """Send rows unless they were dropped, and note what was sent; whether any was kept."""
+        """Send rows unless they were dropped, and note them; returns whether any was kept."""
         commands, words = list[Command](), [_NO_WORDS]
         look()
         for batch, keys, rows in piece:

@@ -1,7 +1,7 @@
 """A small process that starts the Redis server of a job, and ends it with the job.
 
-It runs as ``python -I -S watcher.py``, and imports little, so that it starts fast. What it is to do comes as
-JSON through its standard input, and it answers through its standard output.
+It runs as ``python -I -S watcher.py``, and imports little, so that it starts fast. It gets its task as JSON
+through standard input, and answers through standard output.
 
 Each process of the job holds a shared lock on a file, which forked children inherit, and which the system
 releases when they end in whatever way. This process waits for an exclusive one: when it has it, or the server
@@ -52,7 +52,7 @@ class Process:
         os.close(giving)
 
     def read(self, seconds: float) -> bool | None:
-        """Take note of what the server prints; False if it has ended, None if it prints nothing."""
+        """Read what the server prints; False if it has ended, None if it prints nothing."""
         if not select.select([self.output], [], [], max(0.0, seconds))[0]:
             return None
         some = os.read(self.output, 1 << 16)

@@ -115,13 +115,13 @@ class Board(Budget):
         return member
 
     def leave(self, member: int) -> None:
-        """Strike out a process that takes part no more, or is dead, and what it had open, and its claims."""
+        """Remove a process that has left or is dead, with its open files and its claims."""
         self.tickets.give_back_all(member)
         for file in self.strike_out(member):
             self._free_if_unheld(file)
 
     def strike_out(self, member: int) -> set[int]:
-        """Strike out a process, and what it had open; the files that it had.
+        """Remove a process and its open files; returns these.
 
         A process may do this to itself without the lock: `remove_dead` then frees the files.
         """
@@ -214,7 +214,7 @@ class Board(Budget):
         self._free_if_unheld(file)
 
     def drop(self, namespace: bytes) -> None:
-        """Nobody finds a namespace's rows any more; their memory goes when all have let go of it.
+        """Let nobody find the namespace's rows; the memory is freed once all processes have closed it.
 
         This needs no lock: wrong rows must be dropped even where the lock cannot be had.
         """

@@ -1,8 +1,8 @@
 """`Budget`: how many bytes and rows the files of a job have, and how many bytes are left.
 
 Replicas, which other ranks own, have files of their own. When there is no room for other rows, all these
-files are dropped at once. Those that come later leave a quarter of what they took to other rows. So how
-often they go is bounded, as each time they take a quarter less. A memory that is full without them has none.
+files are dropped at once. Later ones leave a quarter of that room to other rows. So how often they go is
+bounded, as each time they take a quarter less. A memory that is full without them has none.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Budget:
 
     @property
     def pressure(self) -> int:
-        """A number that grows when a process needs room: each one then lets go of what it does not use."""
+        """A number that grows when a process needs room: each process then frees what it does not use."""
         return int(self._head[PRESSURE])
 
     def press(self) -> None:
@@ -113,7 +113,7 @@ class Budget:
         return bool(self._files[file, FLAGS] & REPLICAS)
 
     def drop_replicas(self) -> list[int]:
-        """Nobody finds any replicas any more; under the lock. Returns their files."""
+        """Forget all replicas; under the lock. Returns their files."""
         are_there = (self._files[:, STATE] == LIVE) & (self._files[:, FLAGS] & REPLICAS != 0)
         files: list[int] = np.flatnonzero(are_there).tolist()
         if files:

@@ -6,8 +6,8 @@ rows from all chunks. The first chunk of a schema has room for just the rows tha
 quarter of those before, up to 64 MB: a row of a rare shape is a chunk of one.
 
 A location is the number of a chunk and of a row in it. Rows are given out under the lock, and never twice.
-What is written about a chunk or a schema is written before its number is known to anybody. Whoever is given
-rows reserves their memory, without the lock, before writing.
+The description of a chunk or a schema is written before anybody knows its number. A process that gets rows
+reserves their memory, without the lock, before it writes.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Chunks:
         return [place for place in places if len(place)]
 
     def _add(self, number: int, schema: Schema, count: int) -> Positions:
-        """Locations in a new chunk, of which the rest is for those who come later; under the lock."""
+        """Locations in a new chunk, whose rest is for later rows; under the lock."""
         board, chunk = self._space.board, int(self._head[_CHUNKS])
         rows = max(count, min(int(self._schemas[number, _TOTAL]) // 4, _SLAB // max(1, schema.row_bytes)))
         free = board.free_for(board.are_replicas(self._space.file))

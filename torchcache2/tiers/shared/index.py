@@ -3,12 +3,11 @@
 Each key has an ordinal, and each ordinal a location: 0 for nothing, a negative number for a claim, and a
 positive one for a row. Ordinals are only ever added, and never get another key. A key's slot is written after
 the key, and under the lock. So a reader without the lock finds the ordinal of a key, or none; of a key that
-is just being added it may see either. What a killed writer has begun is an ordinal that no slot names, which
-is lost.
+is just being added it may see either. A killed writer leaves an ordinal that no slot names, which is lost.
 
 A table that is too small is replaced: the new one is filled under the lock, and then one number of the head
-says that it is the table. Readers of the old one go on with it. When it is given back it reads as zeros,
-which are free slots: they find nothing in it, and what is not found is asked for again under the lock.
+says that it is the table. Readers keep using the old one. When it is given back it reads as zeros, which are
+free slots: they find nothing in it, and what is not found is asked for again under the lock.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """`Job`: which processes share, and where they find each other.
 
 A job has a small file in a folder that only its user can enter. The file is what the processes lock, and it
-lists those that have the job's `Board` open: pid, start time, descriptor, inode. Who joins opens the board
-of any of them that lives; if there is none, what the file says is old, and a new board is made. The dead are
-left out when the file is next written. Who joins also deletes the files of other jobs that are dead.
+lists those that have the job's `Board` open: pid, start time, descriptor, inode. A process that joins opens
+the board of any living one; if there is none, the file is outdated, and it makes a new board. The dead are
+left out when the file is next written. A process that joins also deletes the files of dead jobs.
 """
 
 from __future__ import annotations

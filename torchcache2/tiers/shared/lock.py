@@ -1,8 +1,8 @@
 """`NodeLock`: one process of a job at a time.
 
-It is `flock` on a file, which the system releases when a process is killed. Whoever waits for it gives up in
-the end, since its holder may have been stopped. A forked child inherits the open file, and with it the lock
-of its parent, which would outlive a parent that is killed: so the child opens the file anew at once.
+It is `flock` on a file, which the system releases when a process is killed. A process that waits for it gives
+up in the end, because the holder may have been stopped. A forked child inherits the open file, and with it
+the lock of its parent, which would outlive a parent that is killed: so the child opens the file anew at once.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class NodeLock:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        """Hold the lock; whoever holds it already must not ask for it again."""
+        """Hold the lock; a holder must not ask for it again."""
         try:
             self._acquire()
             yield

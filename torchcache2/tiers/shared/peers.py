@@ -1,7 +1,7 @@
 """`compare`: why a rank finds no rows of another, if only what modules keep differs between the two.
 
-Each rank does this once for each namespace, and no rank waits. It leaves what its namespace stands for, and
-reads what others have left before: so of two ranks the later one sees the earlier one's.
+Each rank does this once for each namespace, and no rank waits. It leaves the description of its namespace,
+and reads those of others: so of two ranks, the later one sees the earlier one's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def compare_later(
 
 
 def compare(job: Job, table: SharedTable, namespace: bytes, description: Mapping[str, Any]) -> None:
-    """Warn if another rank computes the same as this one, but for what its module keeps.
+    """Warn if another rank computes the same as this one, except for values that its module keeps.
 
     That is so if the two ranks have never had a namespace in common, if code and weights are equal, and if
     both were started together: runs of a sweep differ on purpose. All ranks together warn once.

@@ -2,8 +2,8 @@
 
 It has no name in any folder: whoever wants to open it goes through ``/proc/<pid>/fd/<n>`` of a living process
 that has it open, which the system allows to the same user only. The system frees it when the last process
-that maps it ends, however that ends. It is sparse: its size is address space, and memory is what was reserved
-or written.
+that maps it ends, however that ends. It is sparse: its size is address space; only reserved or written parts
+take memory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def start_time(pid: int) -> int:
 
 
 def is_alive(pid: int, start: int) -> bool:
-    """Whether the process that was started then goes on."""
+    """Whether the process that was started at that time still runs."""
     return start != 0 and start_time(pid) == start
 
 

@@ -141,7 +141,7 @@ class SharedTable:
         return [(first, rows)] if len(self._check(rows, words, ordinals, locations, first)) else []
 
     def get_one(self, low: int, high: int, make: Make) -> Any:
-        """What is made of a row that this process has read or written before; else None. Takes no lock."""
+        """The value of a row that this process has read or written before; otherwise None. Takes no lock."""
         ordinal, location = self._index.find_one(low, high)
         if location <= 0 or ordinal >= len(self._checked) or not self._checked.item(ordinal):
             return None
@@ -238,7 +238,7 @@ class SharedTable:
     def claim(
         self, words: Words, take_ticket: Callable[[int], Ticket | None], passed: frozenset[int]
     ) -> tuple[Ticket | None, Ordinals, Positions]:
-        """Claim those of some distinct keys that have no row, and that nobody else has claimed.
+        """Of some distinct keys, claim those without a row that nobody else has claimed.
 
         Parameters
         ----------
@@ -277,7 +277,7 @@ class SharedTable:
 
     @property
     def locations(self) -> Positions:
-        """Of all ordinals that there are now; the array goes on showing what becomes of them."""
+        """Of all ordinals that exist now; later changes show in the array."""
         return self._index.locations
 
     def is_readable(self, locations: Positions) -> Array:

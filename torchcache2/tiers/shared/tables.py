@@ -47,7 +47,7 @@ class Tables:
         self.clear()
 
     def clear(self) -> None:
-        """Have nothing open any more, and leave the board as it is."""
+        """Close everything, and leave the board as it is."""
         self.open, self._absent = {}, {}
 
     def find(self, namespace: bytes, create: bool = False, are_replicas: bool = False) -> SharedTable | None:

@@ -1,7 +1,7 @@
-"""`Tickets`: what the processes of a job hold claims under, in a table of their `Board`.
+"""`Tickets`: numbers under which the processes of a job hold claims, in a table of their `Board`.
 
 A row counts while its serial number is not 0: so all that was claimed with a ticket is given up with one
-write. Whoever sees the number of a ticket that does not count any more sees that nobody computes this.
+write. A process that sees the number of an expired ticket knows that nobody computes this.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SLOT = (1 << _SLOT_BITS) - 1
 
 @dataclasses.dataclass(frozen=True)
 class Ticket:
-    """What a claim is held under: a row of the table, and its serial number at this time."""
+    """The number under which a claim is held: a row of the table, and its serial number at this time."""
 
     slot: int
     serial: int
@@ -31,7 +31,7 @@ class Ticket:
 
     @property
     def word(self) -> int:
-        """What stands for it where a row's location will be."""
+        """The word that marks it, in the place of a row's location."""
         return -(self.serial << _SLOT_BITS | self.slot)
 
 
@@ -62,8 +62,8 @@ class Tickets:
     def take(self, member: int, thread: int, file: int, note: Callable[[Ticket], None]) -> Ticket | None:
         """A ticket for one claim of a thread; under the job's lock. None if there are too many.
 
-        `note` is called with it before it counts: an interrupt may come when it does, and whoever has noted
-        it can then give it back.
+        `note` is called with it before it counts: if an interrupt comes then, the caller knows it and can
+        give it back.
         """
         free = np.flatnonzero(self._table[:, _SERIAL] == 0)
         if len(free) == 0:

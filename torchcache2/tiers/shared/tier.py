@@ -5,9 +5,9 @@ readers need no lock. Rows are kept as they come, and stay where they are. A pro
 namespace gives up its part, and the memory goes with the last part. When there is no room, every process lets
 go of the namespaces that nothing alive in it uses, at its next call. `drop` is for all processes.
 
-Safe under threads, which take turns; under fork, where the child takes part under its own name; and under
-signals that kill: what a process leaves unfinished is seen by nobody. A lock that is not given back for 10
-seconds, since its holder was stopped, is a fault, after which this process computes what it needs.
+Safe under threads, which take turns; under fork, where the child takes part as a process of its own; and
+under signals that kill, because nobody sees what a process left unfinished. If a stopped process holds the
+lock for 10 seconds, that is a fault, after which this process computes what it needs.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class SharedTier(Tier):
         return self._guarded(found) or Found([])
 
     def get_one(self, namespace: bytes, low: int, high: int, make: Make) -> Any:
-        """What is made of the row of one key, if this process has read or written it before."""
+        """The value of one key's row, if this process has read or written it before."""
         with self._lock():
             try:
                 self._catch_up()
@@ -171,7 +171,7 @@ class SharedTier(Tier):
         return self._guarded(kept) or 0
 
     def keep_replicas(self, keys: Keys, rows: Rows) -> int:
-        """Keep rows that other ranks own, where there is room that nothing else needs."""
+        """Keep replicas of rows that other ranks own, in room that nothing else needs."""
         if self._job.board.free_for(replicas=True) <= self._too_little:
             return 0
         return self.put(keys, rows, are_replicas=True)
@@ -253,7 +253,7 @@ class SharedTier(Tier):
         self._told("fault", "shared memory cannot be used, so its rows are computed again (%s)", repr(error))
 
     def _catch_up(self) -> None:
-        """Do what was asked for meanwhile, by others too."""
+        """Do what this and other processes have asked for meanwhile."""
         if self._closed:
             self._asked.clear()
             self._tables.clear()
