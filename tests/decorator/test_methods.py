@@ -803,7 +803,7 @@ class Vae(nn.Module):
 
 
 def missed(log):
-    return [text for text in texts(log) if "nothing is cached" in text]
+    return [text for text in texts(log) if "nothing was cached" in text]
 
 
 def decorated(options, *bases):
