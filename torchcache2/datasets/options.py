@@ -133,7 +133,8 @@ def check_dataset(dataset: Any) -> None:
     if isinstance(dataset, IterableDataset):
         raise OptionError(
             f"{type(dataset).__name__} is an IterableDataset, whose samples have no index: a CachedDataset "
-            "needs __getitem__. If all of it fits in memory, pass list(dataset)"
+            "needs __getitem__. Use CachedStream if its samples have a key, or pass list(dataset) if it fits "
+            "in memory"
         )
     if not hasattr(dataset, "__getitem__"):
         raise OptionError(

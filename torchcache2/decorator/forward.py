@@ -430,7 +430,7 @@ class Computation:
             is_part = storage.nbytes() != leaf.numel() * leaf.element_size()
             return leaf.clone() if is_part or _storage(leaf) in borrowed else leaf
 
-        return own(output) if isinstance(output, Tensor) else mapped(own, output, objects=True)
+        return mapped(own, output, objects=True)
 
     def _with_lists(self, output: Any, positions: Tensor) -> Any:
         """The output, after it is known which of its lists have an entry for each item.
