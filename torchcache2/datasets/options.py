@@ -125,7 +125,7 @@ def aliased(options: dict[str, Any], others: dict[str, Any]) -> None:
 
 
 def check_dataset(dataset: Any) -> None:
-    """Raise `OptionError` if samples cannot be asked for by an index."""
+    """Raise `OptionError` if samples have no index."""
     if dataset is None:
         raise OptionError(
             "dataset is None: to use the samples of a folder, pass CachedDataset(None, path) as the dataset"
