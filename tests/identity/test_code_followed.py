@@ -4,6 +4,7 @@
 
 import importlib
 import importlib.util
+import pkgutil
 import sys
 
 import pytest
@@ -264,6 +265,46 @@ def test_what_is_put_into_a_module_counts(text, project):
     assert torch.equal(cached(X), X * 7)
 
 
+PUT = {  # where the user puts a value or function, and what his code takes
+    "builtins": ("builtins", "put_there"),
+    "torch": ("torch", "torch.put_there"),
+    "the standard library": ("math", "math.put_there"),
+    "a package": ("others", "others.put_there"),
+    "a class of a package": ("others.P", "others.P.put_there"),
+    "every module": ("torch.nn.Module", "layer.put_there"),
+    "a class of torch": ("torch.nn.Tanh", "layer.put_there"),
+    "tensors": ("torch.Tensor", "x.put_there"),
+    "parameters": ("torch.nn.Parameter", "layer.scale.put_there"),
+}
+PUT_HEAD = """
+import math, torch, others
+layer = torch.nn.Tanh()
+layer.scale = torch.nn.Parameter(torch.ones(()))
+"""
+
+
+@pytest.mark.parametrize("kind", ["number", "dict", "function"])
+@pytest.mark.parametrize("name", PUT)
+def test_what_the_user_puts_into_modules_and_classes_of_others_counts(
+    name, kind, project, installed, monkeypatch
+):
+    if (name, kind) == ("the standard library", "dict"):
+        pytest.skip("containers such as sys.path do not count")
+    installed("others", "class P:\n    pass\n")
+    (place, taken), hashes = PUT[name], []
+    taken += {"number": "", "dict": "['n']", "function": "(0)"}[kind]
+    cached = torchcache(project({"model.py": f"{PUT_HEAD}def model(x):\n    return x * {taken}\n"}).model)
+    for number in (2, 3, 2):
+        put = {"number": number, "dict": {"n": number}, "function": staticmethod(lambda _, n=number: n)}[kind]
+        owner = pkgutil.resolve_name(place)
+        put = put if isinstance(owner, type) or kind != "function" else put.__func__
+        monkeypatch.setattr(owner, "put_there", put, raising=False)
+        assert torch.equal(cached(X), X * number)
+        hashes.append(cached.cache_instance.module_hash)
+    assert hashes[0] == hashes[2] != hashes[1]
+    assert cached.cache_instance.stats().hits == 4
+
+
 OPERATOR = """
 import torch
 @torch.library.custom_op("{space}::scaled", mutates_args=())
@@ -338,15 +379,19 @@ UNFOLLOWED = {
     "getattr of a module as local": "h = helper\n    return getattr(h, NAME[:0] + 'g')(x)",
     "getattr of an import": "import helper as h\n    return getattr(h, NAME[:0] + 'g')(x)",
     "getattr of what is imported": "from pack import helper as h\n    return getattr(h, NAME[:0] + 'g')(x)",
+    "getattr of a text that goes on": "return getattr(helper, 'g' + NAME[:0])(x)",
+    "getattr of a formatted text": "return getattr(helper, f'g{NAME[:0]}')(x)",
+    "getattr by another name": "return take(helper, NAME[:0] + 'g')(x)",
+    "attrgetter that is kept": "return g_of(helper)(x)",
     "vars of a module": "return vars(helper)['g'](x)",
     "__dict__ of a module": "return helper.__dict__['g'](x)",
     "__globals__ of a function": "return g.__globals__['g'](x)",
 }
 UNFOLLOWED_HEAD = """
-import builtins, importlib, sys, helper, pack.helper
+import builtins, importlib, operator, sys, helper, pack.helper
 from builtins import eval as run
 from helper import g
-NAME = "helper"
+NAME, take, g_of = "helper", getattr, operator.attrgetter("g")
 class Base:
     pass
 class Child(Base):
@@ -384,6 +429,7 @@ HARMLESS = {
     "getattr of an object": "def model(x):\n    return x * getattr(layer, 'n', 1) * getattr(layer, NAME, 1)",
     "getattr of torch": "def model(x):\n    return getattr(torch, NAME)(x)",
     "vars of an object": "def model(x):\n    return x * len(vars(layer))",
+    "getattr of a module with a default": "def model(x):\n    return getattr(nn, 'Tanh', layer.n)()(x)",
     "own variables": "def model(x):\n    return x * len(locals())",
     "eval in a constructor": "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
     "        self.act = eval('nn.Tanh')()\n    def forward(self, x):\n        return self.act(x)\nmodel = Net()",

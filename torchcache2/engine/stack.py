@@ -82,7 +82,7 @@ class Users:
 class TierStack:
     """The tiers of one budget, and the caches that use them.
 
-    The tiers are made when the first rows come, or the first are asked for.
+    The tiers are made at the first use.
 
     Attributes
     ----------
@@ -141,7 +141,8 @@ class TierStack:
 
         Each tier looks for what the faster ones lack, and offers them the rows that it finds.
         """
-        ahead = next((parts for room in [*self.rooms] if (parts := room.get(keys))), [])
+        asked = [(room, whole) for whole in (True, False) for room in self.rooms]
+        ahead = next((parts for room, whole in asked if (parts := room.get(keys, whole=whole))), [])
         if not ahead:
             return Found(merged(list(chain.from_iterable(self.found(keys)))))
         missing = np.ones(len(keys), bool)
@@ -231,7 +232,7 @@ class TierStack:
             tier.describe(namespace, description, create=create)
 
     def description(self, namespace: bytes) -> dict[str, Any]:
-        """What the cache directory says about a namespace; empty if there is nothing."""
+        """The description of a namespace in the cache directory; empty if there is none."""
         directory = self.directory
         return {} if directory is None else directory.fingerprint(namespace.hex())
 
@@ -261,12 +262,12 @@ class TierStack:
         return self._drops.get(namespace), self._drops_forgotten
 
     def flush(self) -> None:
-        """Return when what was put is as durable as the tiers make it."""
+        """Return when all rows are as durable as the tiers make them."""
         for tier in self._tiers:
             tier.flush()
 
     def stats(self) -> dict[str, int]:
-        """What `CacheStats` says of the tiers."""
+        """The fields of `CacheStats` about the tiers."""
         counts: Counter[str] = Counter()
         for tier in self.tiers:
             counts.update(tier.counts())

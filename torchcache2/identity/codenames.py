@@ -14,6 +14,7 @@ from typing import NamedTuple
 from torchcache2.identity.sourcecode import code_objects, names_in
 
 _SKIPPED = ("CACHE", "EXTENDED_ARG", "PUSH_NULL", "PRECALL", "KW_NAMES")
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 _TAKING = frozenset(dis.opmap[name] for name in ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_NAME"))
 _BY_NAME = ("getattr", "vars")
 IMPORTING = ("import_module", "__import__")
@@ -48,7 +49,7 @@ def chains_in(steps: list[dis.Instruction]) -> Iterator[tuple[int, int]]:
     start = 0
     while start < len(steps):
         end = start + 1
-        while end < len(steps) and steps[end].opname in ("LOAD_ATTR", "LOAD_METHOD"):
+        while end < len(steps) and steps[end].opname in _ATTRIBUTES:
             end += 1
         yield start, end
         start = end
@@ -79,13 +80,22 @@ def names_of(code: types.CodeType) -> Names:
                     imports.add(str(steps[end].argval))
                 elif chain[-1] in IMPORTING:
                     unfollowed.add(chain[-1])
-                elif is_lookup and is_text:
+                elif is_lookup and is_text and _is_argument(steps[end + 1 :]):
                     chain += (str(steps[end].argval),)
                 elif is_lookup:
                     looked_up.add(chain)
                 chains.add(chain)
             is_lookup = len(chain) == 1 and chain[0] in _BY_NAME and not is_lookup
     return Names(sorted(chains), sorted(imports), sorted(looked_up), sorted(unfollowed))
+
+
+def _is_argument(steps: list[dis.Instruction]) -> bool:
+    """Whether a text is an argument as it is: next comes the call, or a default that nothing computes."""
+    if steps[0].opname.startswith("CALL"):
+        return True
+    _, end = next(chains_in(steps))
+    is_default = steps[0].opname.startswith("LOAD_") and steps[0].opname not in _ATTRIBUTES
+    return is_default and steps[end].opname.startswith("CALL") and steps[end].arg == 3
 
 
 def _chain(steps: list[dis.Instruction]) -> tuple[str, ...]:

@@ -15,13 +15,15 @@ import os
 import re
 import sys
 import types
+from argparse import Namespace
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import MISSING
 from itertools import accumulate
 from operator import attrgetter, itemgetter
+from types import SimpleNamespace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from torchcache2.core.private import OPERATOR_FIELDS
 from torchcache2.identity import libraries, marks, sourcecode
@@ -87,7 +89,7 @@ class CodeWalk(Encoder):
         self.written_cells: list[types.CellType] = []
         self.assigned: set[str] = set()  # the names of all of this
         self.uses = UseTable()
-        self.in_hook = False  # hooks are there to collect, so what they only write counts all the same
+        self.in_hook = False  # hooks are there to collect, so what they only write counts anyway
         self.origins = sourcecode.Origins()
         self.is_foreign = False  # whether what is being read is not the user's own code
         self._tokens, self._texts = tokens, texts
@@ -99,6 +101,8 @@ class CodeWalk(Encoder):
         self._taken_names: set[str] = set()  # names and texts in project code
         self._words_of_others: set[str] = set()  # in files of packages that may read what was left out
         self._whole: dict[int, types.ModuleType] = {}  # modules of which code may take any name
+        # By id, classes of others: anybody may put there what code takes. Those of tensors are never met.
+        self._foreign: dict[int, type] = {id(kind): kind for kind in (Tensor, nn.Parameter)}
         self._held: set[int] = set()  # ids of those that code may pass on, as it has them as a value
         self._computes_names = False  # whether project code reads attributes by computed names
         # What was written down: of modules and of installed code, by label, and of what was left out.
@@ -107,7 +111,7 @@ class CodeWalk(Encoder):
         self._constructors: set[int] = set()
         self._methods: dict[int, tuple[str, type]] = {}  # by id of a function of a class that is being read
         self._uses_of_methods: dict[int, Uses] = {}
-        self._labels: dict[int, bytes] = {}  # of classes, functions and modules that were met
+        self._labels: dict[int, bytes] = {}  # of classes, functions and modules that were seen
         self._label_counts: dict[str, int] = {}
         self._kept_alive: list[Any] = []  # objects that must live as long as their ids are used
 
@@ -181,7 +185,8 @@ class CodeWalk(Encoder):
             self.parts[f"global {path}"] = self.encode(found[path], path)
         for module in list(self._whole.values()):
             is_held = id(module) in self._held and self.origins.of(module) == "project"
-            if is_held and self._computes_names and id(module) not in self._done:
+            computes_names = self._computes_names or self.uses.computes_names
+            if is_held and computes_names and id(module) not in self._done:
                 self._done.add(id(module))
                 what = f"attributes of {module.__name__} by computed names"
                 self.parts[f"unfollowed {what}"] = self.unreadable(module, f"what code reaches by {what}")
@@ -192,6 +197,11 @@ class CodeWalk(Encoder):
                 if (id(module), name) not in self._done:
                     self._done.add((id(module), name))
                     self._name_of_module(module, name)
+        for kind in list(self._foreign.values()):  # which grows
+            for name in sorted(self._taken_names & vars(kind).keys() - _CLASS_NOISE):
+                if (id(kind), name) not in self._done:
+                    self._done.add((id(kind), name))
+                    self._name_of_class(kind, name)
         words = self._taken_names, self._words_of_others
         named = {name for name in {one[0] for one in self._skipped} if libraries.is_named(name, *words)}
         for number, (name, path, value) in enumerate(self._skipped):
@@ -204,6 +214,8 @@ class CodeWalk(Encoder):
         """Note the objects that were seen besides those that were read."""
         for scope, names in self._code_of_others.scopes.values():
             self.watch_names(scope, names)
+        for kind in self._foreign.values():
+            self.watch_names(vars(kind), self._taken_names & vars(kind).keys() - _CLASS_NOISE)
         for registry in self._code_of_others.registries:
             self.dicts.append(registry)
             self.reads.append((_values_of, registry))
@@ -224,6 +236,12 @@ class CodeWalk(Encoder):
             if self.origins.of(module) == "installed" or data != self.python_module(module, path):
                 self.parts[f"global {path}"] = data
 
+    def _name_of_class(self, kind: type, name: str) -> None:
+        """Write down what code may take of a class of somebody else, if it is a value or the user's code."""
+        value, path = vars(kind)[name], f"{kind.__name__}.{name}"
+        if self._is_users(kind, value):
+            self.parts[f"value {path} of {qualified_name(kind)}"] = self.encode(value, path)
+
     # Classes.
 
     def klass(self, kind: type, path: str) -> bytes:
@@ -234,6 +252,8 @@ class CodeWalk(Encoder):
         label = self.label(kind, f"class {_short_name(kind)}")
         where = self.origins.of(kind)
         is_module = issubclass(kind, nn.Module)
+        others = [base for base in kind.__mro__[:-1] if self.origins.of(base) != "project"]
+        self._foreign |= zip(map(id, others), others, strict=True)
         with self.inside(kind):
             if where in ("torch", "builtin"):
                 parts = [text_bytes(qualified_name(kind))]
@@ -460,8 +480,11 @@ class CodeWalk(Encoder):
         if is_left_out:
             return None
         if value is _MISSING:  # it is a builtin, or does not exist, so that reading it would fail
-            if any(getattr(builtins, name, None) is one for one in _UNFOLLOWED):
+            value = vars(builtins).get(name)
+            if any(value is one for one in _UNFOLLOWED):
                 self._unfollowed(function, name, owner)
+            elif value is not None and self._is_users(builtins, value):
+                self._name_of_module(builtins, name)
             return None
         inside = value
         while attributes and isinstance(value, types.ModuleType):
@@ -532,9 +555,16 @@ class CodeWalk(Encoder):
         is_function = isinstance(value, types.FunctionType)
         if libraries.is_operator(value) or (is_function and self.origins.of(value) == "project"):
             return self.encode(value, path)
-        is_read = is_function or isinstance(value, type) or is_plain(value)
-        is_installed = self.origins.of(module) == "installed"
-        return known + (self.encode(value, path) if is_read and is_installed else b"")
+        is_code = (is_function or isinstance(value, type)) and self.origins.of(module) == "installed"
+        return known + (self.encode(value, path) if is_code or self._is_users(module, value) else b"")
+
+    def _is_users(self, owner: types.ModuleType | type, value: Any) -> bool:
+        """Whether a value in a module or class of others is the user's code, or data that anybody may set."""
+        value = _function_in(value)
+        if is_plain(value) or self.origins.is_project(value):
+            return True
+        is_python = self.origins.of(owner) == "builtin" and owner is not builtins  # as is `sys.path`
+        return not is_python and isinstance(value, (*MUTABLE, Tensor, SimpleNamespace, Namespace))
 
     def python_module(self, module: types.ModuleType, path: str) -> bytes:
         """Bytes of a Python module that code uses as a whole."""

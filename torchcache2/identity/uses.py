@@ -82,7 +82,7 @@ def is_plain(value: Any) -> bool:
 
 
 def has_fields(value: Any, names: set[str]) -> bool:
-    """Whether attributes are plain fields of an object or class, which no code computes."""
+    """Whether attributes are plain fields of an object or class, not computed by code."""
     kind = type(value)
     bases = kind.__mro__[:-1] if kind is not type else ()
     try:
@@ -301,6 +301,7 @@ class UseTable:
     def __init__(self) -> None:
         self.others: set[str] = set()  # names in code of installed packages, which may read attributes
         self.is_dynamic = False  # whether there is code that nothing is known about
+        self.computes_names = False  # whether there is a builtin that takes attributes by names that it gets
         self.root: type | None = None  # a class of which any method may be called from outside
         self._codes: list[tuple[Uses, str | None, type | None]] = []
         self._total: tuple[tuple[int, int, bool], Uses, set[type]] | None = None
@@ -311,7 +312,9 @@ class UseTable:
 
     def meet(self, value: Any) -> None:
         """Note a class or function that code may call by any name, and that may read attributes."""
-        self.is_dynamic |= getattr(value, "__name__", "") in _DYNAMIC
+        if getattr(value, "__name__", "") in _DYNAMIC:
+            self.is_dynamic = True
+            self.computes_names |= not isinstance(value, types.FunctionType)
 
     def of(self, kind: type) -> Uses:
         """All uses of attributes, for objects of a class."""
