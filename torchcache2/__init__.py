@@ -26,6 +26,7 @@ if _typing.TYPE_CHECKING:
     from torchcache2.datasets.loader import CacheLoader
     from torchcache2.datasets.shards import LazyShardDataset
     from torchcache2.datasets.slots import SharedCache, get_shm_size
+    from torchcache2.datasets.stream import CachedStream
     from torchcache2.datasets.tally import DatasetStats
     from torchcache2.decorator.lazymodule import LazyModule
     from torchcache2.decorator.modulecache import ModuleCache
@@ -41,6 +42,7 @@ __all__ = [
     "CacheSettings",
     "CacheStats",
     "CachedDataset",
+    "CachedStream",
     "DatasetStats",
     "DecorationError",
     "DeviceError",
@@ -77,6 +79,7 @@ _FILES = {
     "CacheSettings": "core.settings",
     "CacheStats": "engine.stats",
     "CachedDataset": "datasets.cached",
+    "CachedStream": "datasets.stream",
     "DatasetStats": "datasets.tally",
     "Estimate": "engine.estimate",
     "Keys": "core.keys",

@@ -1,6 +1,7 @@
 """`explain`: which part of a namespace, or of a call, is another than before."""
 
 import contextlib
+import copy
 import dataclasses
 import types
 
@@ -112,6 +113,8 @@ def test_another_instance_is_compared_with_the_last_one_of_its_class():
     assert "first of Net" in lines(first)[0]
     first.heads = 3
     first(X)
+    assert lines(first) == ["attribute heads: 2 → 3"]
+    copy.deepcopy(first)(X)
     assert lines(first) == ["attribute heads: 2 → 3"]
 
 

@@ -158,10 +158,11 @@ def test_a_distributed_sampler_is_taken_as_it_is(ranks, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setenv("RANK", "0")
     sampler = data.DistributedSampler(X, num_replicas=4, rank=1, shuffle=False)
-    cached = instance()
-    assert warmup(cached, data.DataLoader(X, batch_size=10, sampler=sampler)) == (25, 0)
+    cached, loader = instance(), data.DataLoader(X, batch_size=10, sampler=sampler)
+    assert warmup(cached, loader) == (25, 0)
     cached(X[1::4])
     assert hits(cached) == 25
+    assert cached.cache_instance.estimate(loader).items == 25 * ranks
 
 
 def test_inputs_map_a_batch_to_the_arguments():

@@ -239,6 +239,18 @@ class Relay(nn.Module):
         return self.step(x)
 
 
+class Tied(nn.Module):
+    """Its output tells whether its two weights are one."""
+
+    def __init__(self, is_tied):
+        super().__init__()
+        self.first = nn.Parameter(torch.ones(4))
+        self.second = self.first if is_tied else nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return x * (2 if self.first is self.second else 3)
+
+
 class Scaled(nn.Module):
     def __init__(self, dtype):
         super().__init__()
@@ -359,6 +371,7 @@ MODULES = {
     "one element": (edited("weight", 0.25), edited("weight", 0.5), ROWS),
     "one bit": (edited("weight", 1.0), edited("weight", math.nextafter(1.0, 2.0) + 1e-7), ROWS),
     "bias": (edited("bias", 0.25, 3), edited("bias", 0.5, 3), ROWS),
+    "tied weights": (lambda: Tied(True), lambda: Tied(False), ROWS),
     "buffer": (lambda: buffered(0.0), lambda: buffered(0.5), ROWS),
     "no bias": (lambda: nn.Linear(4, 4), lambda: nn.Linear(4, 4, bias=False), ROWS),
     "training flag of a submodule": (lambda: half_in_training(0), lambda: half_in_training(2), ROWS),

@@ -510,6 +510,19 @@ def test_after_refresh_nothing_is_missed_and_no_rows_are_lost(change):
     assert hits(net) == (12 if change == "nothing" else 6)
 
 
+def test_a_refresh_while_the_forward_runs_loses_no_rows():
+    @torchcache(probe=False)
+    class Net(nn.Module):
+        def forward(self, x):
+            self.cache_instance.refresh()
+            return x * 2
+
+    net, x = Net(), torch.arange(12.0).view(4, 3)
+    for _ in range(2):
+        assert torch.equal(net(x), x * 2)
+    assert hits(net) == 4
+
+
 def used(net):
     net(torch.rand(3, 4))
 

@@ -1,1 +1,1 @@
-"""What a person does with a cache directory: the commands of ``torchcache2``."""
+"""The command line ``torchcache2``, for people who look into cache directories."""

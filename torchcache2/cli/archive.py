@@ -123,7 +123,7 @@ def _check_version(version: object) -> None:
 
 
 def fingerprint(fs: FileSystem, file: Descriptor, member: Member) -> dict[str, Any]:
-    """What a ``fingerprint.json`` in an archive says."""
+    """The content of a ``fingerprint.json`` in an archive."""
     document = None
     with contextlib.suppress(ValueError, RecursionError):
         document = json.loads(_text(fs, file, member))
@@ -189,7 +189,7 @@ def export(directory: CacheDirectory, path: str, progress: Progress = _ignore) -
 def import_archive(path: str, directory: CacheDirectory, progress: Progress = _ignore) -> Imported:
     """Add the segments of an archive to a directory, which is made if it does not exist.
 
-    Files that are there already stay as they are. What is not good is left out, and named in the result.
+    Files that are there already stay as they are. Bad files are left out, and named in the result.
     ``progress(nbytes)`` is called when so many more bytes of the archive are done.
 
     Raises
@@ -199,7 +199,7 @@ def import_archive(path: str, directory: CacheDirectory, progress: Progress = _i
     OptionError, NewerFormatError
         See `CacheDirectory.check`.
     OSError
-        As the file system does. What was imported before is whole.
+        As the file system does. Files that were imported before are whole.
     """
     fs = directory.fs
     directory.check()

@@ -1,7 +1,7 @@
 """The commands of `torchcache2`: what they take, ask and print.
 
-Results go to stdout, as a table or as JSON; questions, progress and what is wrong to stderr. Exit codes: 0; 1
-if something is damaged, or was not done; 2 if the command cannot be carried out at all.
+Results go to stdout, as a table or as JSON; questions, progress and errors go to stderr. Exit codes: 0; 1 if
+something is damaged, or was not done; 2 if the command cannot be carried out at all.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _print_bad(files: Sequence[dict[str, str]]) -> None:
 
 
 def _print_deleted(gone: Sequence[Gone], names: Mapping[str, str], form: _Format) -> None:
-    """Print what was deleted of each namespace, whose classes have these names."""
+    """Print how much was deleted of each namespace, with the names of their classes."""
     if form is _Format.json:
         out.print_json([{"class": names[one.namespace], **one._asdict()} for one in gone])
         return
@@ -123,7 +123,7 @@ def _ls(directory: _Dir = ".", form: _AsFormat = _Format.table) -> None:
 
 @app.command("stats")
 def _stats(directory: _Dir = ".", form: _AsFormat = _Format.table) -> None:
-    """Count what is in a cache directory."""
+    """Count segments, rows and bytes of a cache directory."""
     from torchcache2.cli import report
     from torchcache2.cli.report import opened
 
@@ -205,7 +205,7 @@ def _prune(
     directory: _Dir = ".",
     form: _AsFormat = _Format.table,
 ) -> None:
-    """Delete what is not in use until no more than a size is left.
+    """Delete segments that are not in use until a size is reached.
 
     Damaged files go first, then segments of the namespace that was not used for longest. Exit code 1 if more
     than the size is in use.

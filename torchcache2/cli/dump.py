@@ -1,6 +1,6 @@
 """The rows of a namespace as one plain safetensors file, for programs that know nothing of this library.
 
-docs/cli.md describes what is in it. Rows are decoded, and each is checked. They are copied some at a time, so
+docs/cli.md describes its content. Rows are decoded, and each is checked. They are copied some at a time, so
 that the file may be larger than the memory; the index of each segment is in memory as a whole.
 """
 
@@ -142,7 +142,7 @@ class Tensors:
         self._data: dict[str, Array] = {}
 
     def add(self, name: str, dtype: str, shape: Sequence[int], data: Array | None = None) -> str:
-        """Add a tensor; without `data`, its bytes are written by somebody else. Returns its name."""
+        """Add a tensor; without `data`, the caller writes its bytes. Returns its name."""
         plain, number = name, 1
         while name in self._members:
             name, number = f"{plain} {number}", number + 1
@@ -175,7 +175,7 @@ Progress = Callable[[int], AbstractContextManager[Callable[[int], None]]]
 
 @dataclasses.dataclass
 class Dumped:
-    """What has been written, and the segments that were left out."""
+    """The rows and bytes that were written, and the segments that were left out."""
 
     rows: int = 0
     nbytes: int = 0  # of the file
@@ -312,7 +312,7 @@ def _parts(directory: CacheDirectory, contents: Contents, done: Dumped) -> list[
 
 
 def _structure(fs: FileSystem, path: str) -> str:
-    """What is the same in all segments whose rows go together: the structure, and leaves without shapes."""
+    """The common part of segments whose rows go together: the structure, and leaves without shapes."""
     head, size = read_head(fs, path)
     end = 8 + read_size(head[:8], size)
     schema = json.loads(json.loads(head[8:end])["__metadata__"]["schema"])

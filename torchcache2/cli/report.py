@@ -1,4 +1,4 @@
-"""Reads what the commands say about a cache directory and about each of its namespaces."""
+"""Collects facts about a cache directory and each of its namespaces, for the commands."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MOST_SHOWN = 120
 
 
 class Verdict(NamedTuple):
-    """Whether a segment is what was written.
+    """Whether a segment is intact.
 
     It is "unreadable" if the system refuses to read it, "unchecked" if this process cannot tell, and "gone"
     if somebody has deleted it.
@@ -84,7 +84,7 @@ def verdict_of(segment: Segment) -> Verdict:
 
 
 def trouble(error: Exception) -> Verdict:
-    """What an error says of the segment that could not be read."""
+    """The verdict on a segment that could not be read."""
     if isinstance(error, FileNotFoundError):
         return Verdict("gone")
     if isinstance(error, OSError):
@@ -109,7 +109,7 @@ _BASE_32 = str.maketrans("JKMNPQRSTVWXYZ", "IJKLMNOPQRSTUV")  # from the letters
 
 @dataclasses.dataclass(frozen=True)
 class Namespace:
-    """What the commands say about a namespace."""
+    """Facts about a namespace, for the commands."""
 
     id: str  # 32 hexadecimal digits
     name: str  # of the class or function; "?" if its ``fingerprint.json`` does not say
@@ -221,7 +221,7 @@ def namespace(directory: CacheDirectory, contents: Contents) -> Namespace:
 
 
 def name(directory: CacheDirectory, namespace: str) -> str:
-    """The name of the class or function that computed a namespace; "?" if it is not known."""
+    """The name of the class or function that computed a namespace; "?" if unknown."""
     stated = directory.fingerprint(namespace).get("class")
     return printable(stated) if isinstance(stated, str) and stated else "?"
 
@@ -239,7 +239,7 @@ def _dataset(stated: Any) -> dict[str, Any] | None:
 
 
 class Gone(NamedTuple):
-    """What was deleted of a namespace."""
+    """How much of a namespace was deleted."""
 
     namespace: str
     files: int
@@ -274,7 +274,7 @@ def matching(cache: CacheDirectory, contents: Sequence[Contents], start: str) ->
 
 
 def gone(before: Sequence[Contents], after: Sequence[Contents]) -> list[Gone]:
-    """The files that were there before, and are not there any more."""
+    """The files that have disappeared since."""
     left = {(one.namespace, info.name) for one in after for info in one.files}
     found = []
     for one in before:
@@ -323,7 +323,7 @@ def _foreign(directory: CacheDirectory, contents: list[Contents]) -> int:
 
 
 def _created(stated: Any, contents: Contents) -> float | None:
-    """When a namespace came: as its fingerprint says, else as the name of its oldest segment does."""
+    """When a namespace was created: from its fingerprint, or else from the name of its oldest segment."""
     try:
         when = datetime.datetime.fromisoformat(str(stated).replace("Z", "+00:00"))
         return (when if when.tzinfo else when.replace(tzinfo=datetime.timezone.utc)).timestamp()

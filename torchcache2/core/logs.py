@@ -27,7 +27,7 @@ _LEVELS = "DEBUG, INFO, WARNING, ERROR, CRITICAL"
 class ToldOnce:
     """Logs each thing the first time only, however often it happens.
 
-    `is_first(what)` says whether no other process has told it; without it, each process tells it.
+    `is_first(what)` says whether no other process has logged it; without it, each process does.
     """
 
     def __init__(self, is_first: Callable[[str], bool] | None = None) -> None:

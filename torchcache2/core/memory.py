@@ -50,14 +50,14 @@ class Runtime:
             target.copy_(source, non_blocking=True)
 
     def send(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """A small tensor of the host on a device; does not wait for what the device has to do before."""
+        """Copy a small tensor from the host to a device, without waiting for the device's earlier work."""
         if tensor.device.type != "cpu" or not self.has_streams(device):
             return tensor.to(device)
         pinned = self.pinned(tensor.shape, tensor.dtype).copy_(tensor)
         return pinned.to(device, non_blocking=True)
 
     def has_streams(self, device: torch.device) -> bool:
-        """Whether work on a device runs while the host goes on."""
+        """Whether work on a device runs asynchronously."""
         return device.type == "cuda"
 
     def stream(self, device: torch.device) -> Hashable:
@@ -185,7 +185,7 @@ _MOST = 4  # blocks of a thread
 
 
 class SpareMemory(threading.local):
-    """Blocks of each thread, which are lent again when nothing has a part of them any more."""
+    """Blocks of each thread, which are used again once nothing refers to a part of them."""
 
     def __init__(self) -> None:
         self._blocks: list[tuple[Array, weakref.ref[Any]]] = []  # and what is lent of each

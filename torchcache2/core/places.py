@@ -82,7 +82,7 @@ class Bucket:
         Raises
         ------
         OptionError
-            If an option cannot have its value, or a library is missing. Nothing is asked of the bucket yet.
+            If an option cannot have its value, or a library is missing. This does not contact the bucket.
         """
         scheme, _, rest = url.partition("://")
         if "@" in rest.partition("/")[0] and scheme not in ("abfs", "abfss"):
@@ -176,7 +176,7 @@ class Server:
 
     @classmethod
     def of(cls, entry: Any, option: str = "hosts") -> Server:
-        """The server that a URL or a dict names; `OptionError`, which shows no value, for anything else."""
+        """The server that a URL or a dict names; for anything else, an `OptionError` that shows no value."""
         if isinstance(entry, Server):
             return entry
         given = _of_url(entry, option) if isinstance(entry, str) else entry

@@ -232,7 +232,7 @@ _ConcreteType: Any = _first("torch._C.ConcreteModuleType")
 
 
 class ScriptParts(NamedTuple):
-    """What a scripted module is made of: its attributes, read anew by ``read(name)``, and its methods."""
+    """The parts of a scripted module: its attributes, read anew by ``read(name)``, and its methods."""
 
     read: Callable[[str], Any]
     attributes: list[str]

@@ -68,7 +68,7 @@ def node_number() -> int:
 def ranks_of_each(rank: int, world_size: int) -> int | None:
     """How many ranks each machine has, counted one machine after the other.
 
-    None if that is not known, or if this rank is not where it would be then.
+    None if that is unknown, or does not fit this rank.
     """
     here = _number("LOCAL_WORLD_SIZE", 1 if world_size == 1 else 0)
     if (
@@ -239,8 +239,8 @@ class AtExit:
 def before_pools_end(method: Callable[[], None]) -> None:
     """Call a method when the main thread has ended, unless its object is gone; it comes before `AtExit`.
 
-    After that, nothing may be given to a `concurrent.futures` pool any more. `asyncio` looks up the names of
-    hosts in one, so that a network client can make no new connection when the functions of `atexit` run.
+    After that, `concurrent.futures` pools accept no more work. `asyncio` looks up the names of hosts in one,
+    so that a network client can make no new connection when the functions of `atexit` run.
     """
     reference: weakref.WeakMethod[Any] = weakref.WeakMethod(method)
 

@@ -1,4 +1,4 @@
-"""`Rows`: what a computation returns for a batch, one row per item.
+"""`Rows`: the result of a computation for a batch, one row per item.
 
 An output is a pytree. Its tensors become columns of shape ``(n, *shape)``. Its numbers and texts become
 columns too, with the same value in each row: they are data, and not part of the schema.

@@ -178,7 +178,7 @@ class CacheSettings:
         `max_persistent_cache_size`. None: a temporary one.
     storage_options : mapping, optional
         What fsspec needs to reach the bucket, such as keys, if they are not in the environment. It is never
-        shown, and in no pickle but for a process that is being started.
+        shown, and only in pickles for processes that are being started.
     remote_size : int or str, optional
         How many bytes the folder in the bucket may have. None: any number.
 
@@ -286,7 +286,7 @@ class CacheSettings:
     def memory_budget(self) -> int:
         """`max_memory_cache_size` in bytes, as of now; on the host no more than the machine has.
 
-        Processes that share rows reserve address space for all of it, of which there is not much more.
+        Processes that share rows reserve address space for all of it, and the machine has not much more.
         """
         free = None
         if isinstance(self.max_memory_cache_size, float):

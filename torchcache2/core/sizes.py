@@ -26,9 +26,8 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*")
 def parse_size(option: str, size: Size, *, free: int | None = None) -> int:
     """Bytes meant by a size: bytes, a share of `free` in (0, 1], or a text with a unit.
 
-    ``KB`` is 1000 bytes, and ``KiB`` 1024. All sizes from 2**63 on mean the same. An `OptionError`, which
-    names the `option`, is raised if the size does not parse, is negative, or is a share and it is not known
-    how many bytes are free.
+    ``KB`` is 1000 bytes, and ``KiB`` 1024. All sizes from 2**63 on mean the same. Raises an `OptionError`
+    that names the `option` if the size does not parse, is negative, or is a share of an unknown amount.
     """
     if isinstance(size, float) and 0.0 < size <= 1.0:
         if free is None:

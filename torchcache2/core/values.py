@@ -354,7 +354,7 @@ def mapped(
     *,
     objects: bool = False,
 ) -> Any:
-    """A value of the same structure, with what a function makes of each of `leaves_of`.
+    """A value of the same structure, with a function applied to each of `leaves_of`.
 
     `UnstorableError` if a class refuses them.
     """
@@ -430,7 +430,7 @@ def has_attributes(tensor: Tensor) -> bool:
 
 
 def static(cls: Any, name: str) -> Any:
-    """What a class has by a name, without running any code."""
+    """The attribute of a class by name, without running any code."""
     spaces = [type.__getattribute__(base, "__dict__") for base in type.__getattribute__(cls, "__mro__")]
     return next((space[name] for space in spaces if name in space), None)
 

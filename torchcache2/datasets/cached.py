@@ -351,7 +351,7 @@ class CachedDataset(Keeper, Dataset[Any]):
 
     @own_batches
     def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
-        """The samples at n indices, which is what a `DataLoader` asks for."""
+        """The samples at n indices; a `DataLoader` calls this."""
         store, transform = self._store, self._recipe.transform
         samples = self._source.plain(indices) if store is None else store.fetch(indices)
         return samples if transform is None else [transform(sample) for sample in samples]
@@ -396,7 +396,7 @@ class CachedDataset(Keeper, Dataset[Any]):
         return self._store
 
     def estimate(self, batches: int = 4, batch_size: int = 64) -> Estimate:
-        """What it takes to cache all samples: bytes in memory and on disk, and time in one process.
+        """The cost of caching all samples: bytes in memory and on disk, and time in one process.
 
         Some samples, evenly spread, are loaded and compressed as they would be on disk; nothing is stored.
 

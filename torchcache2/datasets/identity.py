@@ -41,7 +41,7 @@ _MOST_PARTS = 5000
 
 
 class Identity(NamedTuple):
-    """What the samples of a dataset depend on.
+    """Everything that the samples of a dataset depend on.
 
     Attributes
     ----------
@@ -68,7 +68,7 @@ class Identity(NamedTuple):
 
 
 def identify(dataset: Any, *, name: str | None = None, version: str | int | None = None) -> Identity:
-    """Read what the samples of a dataset depend on; no sample is read.
+    """Read everything that the samples of a dataset depend on, but no sample.
 
     Parameters
     ----------
@@ -77,8 +77,7 @@ def identify(dataset: Any, *, name: str | None = None, version: str | int | None
     name : str, optional
         A name that identifies the dataset, of which only the length is read then.
     version : str or int, optional
-        Something to change when samples change that the dataset's code and attributes do not tell about, such
-        as files. 1 is not ``"1"``.
+        Change it when samples change although code and attributes do not, such as files. 1 is not ``"1"``.
 
     Returns
     -------
@@ -109,7 +108,7 @@ def identify(dataset: Any, *, name: str | None = None, version: str | int | None
 def _walked(dataset: Any) -> _DatasetWalk:
     """A walk of a dataset, with the modules that its code imports as it runs.
 
-    What these hold counts, whether something else has imported them in this process or not.
+    Their content counts, whether or not this process has imported them already.
     """
     tried: set[str] = set()
     while True:
@@ -130,7 +129,7 @@ def identify_prefix(key_prefix: str, version: str | int | None = None) -> Identi
 
 
 def _named(kind: str, given: Mapping[str, Any]) -> Fingerprint:
-    """That of something of which only a name and a version count."""
+    """The namespace of something that only a name and a version identify."""
     return _fingerprint({"format": f"{kind} {_FORMAT}".encode()}, given)
 
 

@@ -21,7 +21,7 @@ _EXPECTED = "the key of a CacheLoader is one int, str or bytes; get_many takes a
 
 
 class CacheLoader(Keeper):
-    """Keeps what a function returns for a key, on Redis servers or on this machine.
+    """Caches what a function returns for a key, on Redis servers or on this machine.
 
     **The function is not part of the key.** `key_prefix`, `version` and the key alone identify a value:
     change one of them when the function, or the files that it reads, change. The function should do what is

@@ -125,7 +125,7 @@ def aliased(options: dict[str, Any], others: dict[str, Any]) -> None:
 
 
 def check_dataset(dataset: Any) -> None:
-    """Raise `OptionError` if samples cannot be asked for by an index."""
+    """Raise `OptionError` if samples have no index."""
     if dataset is None:
         raise OptionError(
             "dataset is None: to use the samples of a folder, pass CachedDataset(None, path) as the dataset"
@@ -133,7 +133,8 @@ def check_dataset(dataset: Any) -> None:
     if isinstance(dataset, IterableDataset):
         raise OptionError(
             f"{type(dataset).__name__} is an IterableDataset, whose samples have no index: a CachedDataset "
-            "needs __getitem__. If all of it fits in memory, pass list(dataset)"
+            "needs __getitem__. Use CachedStream if its samples have a key, or pass list(dataset) if it fits "
+            "in memory"
         )
     if not hasattr(dataset, "__getitem__"):
         raise OptionError(

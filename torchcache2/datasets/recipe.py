@@ -78,7 +78,7 @@ class Recipe:
 
     @classmethod
     def of_dataset(cls, dataset: Any, options: Mapping[str, Any]) -> Recipe:
-        """Read the dataset; an `OptionError` if no later run could know what is kept of it."""
+        """Read the dataset; an `OptionError` if later runs could not identify it."""
         settings, kept = settings_of(options)
         name, version, length = options["name"], options["version"], length_of(dataset)
         identity = identify(dataset, name=name, version=version)
@@ -112,7 +112,7 @@ class Recipe:
         return cls(title=title, identity=identity, document=text, settings=settings, tally=Tally(), **kept)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what a pickle holds; if an earlier run has made it, the code may have changed since."""
+        """Take over the content of a pickle; if an earlier run made it, the code may have changed since."""
         self.__dict__.update(state)
         if not self.is_of_earlier_run:
             return
@@ -157,7 +157,7 @@ class Recipe:
         return levels
 
     def seen(self) -> bytes:
-        """What the dataset is now, as 16 bytes: it is read although it may have a name."""
+        """A digest of the dataset as it is now, 16 bytes, even if it has a name."""
         return identify(self.dataset).namespace
 
     def check_clear(self) -> None:
@@ -215,7 +215,7 @@ class Keeper:
 
 
 def settings_of(options: Mapping[str, Any]) -> tuple[CacheSettings, dict[str, Any]]:
-    """The settings of the tiers, and what else a `Recipe` has of the options about places and sizes."""
+    """The settings of the tiers, and the other options of a `Recipe` about places and sizes."""
     serving = Serving.of(options)
     settings = level_settings(options, serving)
     sizes = (options["memory_cache_size"], options["disk_cache_size"], settings.persistent_cache_dir)

@@ -38,7 +38,7 @@ _LEAST_DIGITS = 4  # of a namespace
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """A dataset of which there are samples in a folder.
+    """A dataset with samples in a folder.
 
     Attributes
     ----------
@@ -63,7 +63,7 @@ class Kept:
 
     @classmethod
     def of(cls, directory: CacheDirectory, namespace: str) -> Kept | None:
-        """What is in a namespace; None if it is not a dataset."""
+        """The dataset of a namespace; None if it has another kind of rows."""
         document = directory.fingerprint(namespace)
         said = document.get("dataset")
         if not isinstance(said, dict):
@@ -207,7 +207,7 @@ def _rows(directory: CacheDirectory, contents: Contents) -> int:
 
 
 def _others(directory: CacheDirectory) -> str:
-    """What is in a folder without samples."""
+    """The content of a folder without samples, in words."""
     kinds, unknown = dict[str, None](), 0
     for one in directory.scan():
         kind = directory.fingerprint(one.namespace).get("class")
@@ -323,13 +323,13 @@ class ServedStore(Store):
 
 
 def _because(errors: Sequence[Exception]) -> str:
-    """What is known of a reason, as the end of a sentence."""
+    """The known reasons, as the end of a sentence."""
     texts = list(dict.fromkeys(map(_text, errors)))
     return f" ({'; '.join(texts[:_MOST_REASONS])})" if texts else ""
 
 
 def _text(error: Exception) -> str:
-    """What is wrong, and what can be done about it here."""
+    """What is wrong, and how to mend it here."""
     if isinstance(error, UnknownClassError):
         return f"{error}: import what defines it before CachedDataset is made"
     if isinstance(error, NewerFormatError):
@@ -455,7 +455,7 @@ class ServedRecipe(Recipe):
         )
 
     def explained(self, directory: CacheDirectory | None, *, is_cached: bool) -> str:
-        """What is served, and from where."""
+        """The served dataset and its place."""
         if directory is None:
             return "closed: no sample is served"
         document = self.document

@@ -1,4 +1,4 @@
-"""`LazyShardDataset`: one rank's part of a dataset, cached when its samples are first asked for.
+"""`LazyShardDataset`: one rank's part of a dataset, whose samples are cached at their first use.
 
 `Shard` says which samples a rank has in an epoch; it reads nothing and waits for nobody. The samples are put
 in an order that the seed gives, and dealt to the ranks as cards are: rank r of w has those at places r,
@@ -147,7 +147,7 @@ def _samples_of(dataset: Any) -> int:
 
 
 def _place_of(rank: int | None, num_replicas: int | None) -> Place:
-    """The number of this process among all, as these options say, or else as is known."""
+    """The number of this process among all: from these options, or else from the launcher."""
     if rank is None and num_replicas is None:
         return place()
     given = f"rank={rank!r}, num_replicas={num_replicas!r}"
@@ -215,7 +215,7 @@ class _Bound:
             raise OptionError(f"no rank would have any of {count:,} samples{self}")
 
     def __str__(self) -> str:
-        """The reason for the bound, to be put behind a sentence; empty if there is none."""
+        """The reason for the bound, as the end of a sentence; empty if there is none."""
         return self._text
 
 
@@ -243,7 +243,7 @@ def _mean_size(dataset: Any) -> float:
 
 
 class LazyShardDataset(Dataset[Any]):
-    """One rank's shard of a dataset, each sample of which is loaded once.
+    """One rank's shard of a dataset; each sample is loaded once.
 
     All ranks together have every sample once in each epoch. A rank asks only for its own samples: its machine
     loads the shard in the first epoch, and finds it later. Do not use a `DistributedSampler`, because the
@@ -377,7 +377,7 @@ class LazyShardDataset(Dataset[Any]):
         _shared(self._epoch)  # it is already, for a worker; a copy has an epoch of its own
 
     def __getattr__(self, name: str) -> Any:
-        """What else a `CachedDataset` of all samples has, and the dataset itself."""
+        """Other attributes of the `CachedDataset` of all samples, and of the dataset itself."""
         if name.startswith("_"):  # also while a pickle is read, when there is no cache yet
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._cached, name)
@@ -411,7 +411,7 @@ class LazyShardDataset(Dataset[Any]):
 
     @own_batches
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """The samples at n places in this rank's shard, which is what a `DataLoader` asks for."""
+        """The samples at n places in this rank's shard; a `DataLoader` calls this."""
         return self._cached.__getitems__(self._places(indices))
 
     def _places(self, indices: Sequence[int]) -> list[int]:
@@ -425,7 +425,7 @@ class LazyShardDataset(Dataset[Any]):
     def warmup(self, num_workers: int = 0, batch_size: int = 64) -> WarmupStats:
         """Load the samples of this rank, in this epoch, that are not there yet, without returning them.
 
-        The parameters and what is returned are those of `CachedDataset.warmup`.
+        Parameters and result are those of `CachedDataset.warmup`.
         """
         return self._cached._fill(np.unique(self._now()), num_workers, batch_size)
 

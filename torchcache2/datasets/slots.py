@@ -10,7 +10,8 @@ other one gets a handle by pickle, which names the process that pickled it: ther
 one byte, which is read whole. So a reader finds no row, or all of it, and a writer that is killed leaves an
 empty slot. x86 keeps the order of writes and of reads. On other processors, both sides make and
 free a tensor between the state and the row, and torch's atomic counters, which acquire and release, keep it.
-A row that is overwritten is empty meanwhile. Those who have looked at its state before see both rows mixed.
+A row that is overwritten is empty meanwhile. Readers that have checked its state before may see a mixture of
+both rows.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _OF_NUMPY = (
 
 
 def checked_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """The dtype, or the one that a text stands for; `OptionError` if no plain tensor can have it."""
+    """The dtype, or the one that a text names; `OptionError` if no plain tensor can have it."""
     found = _BITS.get(dtype) if isinstance(dtype, str) else dtype
     try:
         if isinstance(found, torch.dtype) and not str(found).startswith("torch.q"):  # those are quantized

@@ -89,7 +89,7 @@ def share_memory(indices: Iterable[Any], samples: Iterable[Any]) -> bool:
 
 
 def _add(found: list[_Span], value: Any, depth: int) -> None:
-    """Add the places in memory that decide what a value is."""
+    """Add the places in memory that hold a value."""
     kind = type(value)
     if kind in _IMMUTABLE or depth > _DEEPEST:
         return
@@ -210,7 +210,7 @@ class Source:
         return True
 
     def _in_one(self, indices: Sequence[Any], state: RandomState | None) -> list[Any]:
-        """The samples that one call of `__getitems__` gives; none if they have to be asked for one by one."""
+        """The samples that one call of `__getitems__` gives; none if they must be loaded one by one."""
         if len(indices) < 2 or not self._has_batches or self._apart.shares:
             return []
         samples = self._many(indices)

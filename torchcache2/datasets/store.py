@@ -1,4 +1,4 @@
-"""`Store`: what one process has of a cache of samples: the tiers, what is found there, loaded and kept."""
+"""`Store`: one process' side of a cache of samples: it finds them in the tiers, loads and keeps them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SEALING = 3.0  # seconds after an epoch in which others seal what waits in them
 
 
 class _User:
-    """Who uses the namespace of a dataset, as long as the process has its levels."""
+    """The user of a dataset's namespace, as long as the process has its levels."""
 
     def __init__(self, namespace: bytes, description: Mapping[str, Any]) -> None:
         self.namespace = namespace
@@ -216,7 +216,7 @@ _NOTHING: list[Any] = []
 
 
 class Sought(NamedTuple):
-    """What was found of n keys.
+    """The rows that were found for n keys.
 
     Attributes
     ----------
@@ -278,7 +278,7 @@ class Store:
             sought.counts[name] = sought.counts.get(name, 0) + int(sought.found.sum()) - before
 
     def find_one(self, index: int) -> list[Any]:
-        """The sample at an int in a list, if memory has it and nothing needs a closer look; else nothing."""
+        """The sample at an int, in a list, if memory has it and nothing is unusual; otherwise nothing."""
         tally = self.tally
         is_plain = 0 <= index < self.end and self._verify == 0.0 and not tally.is_random
         if not is_plain or torch.is_inference_mode_enabled():
@@ -391,7 +391,7 @@ class Store:
     def _load(self, indices: Sequence[Any], keys: Keys, drops: int) -> tuple[list[Any], int]:
         """The samples at indices that have these keys, from the source, and the bytes of their rows.
 
-        None is kept if `Tally.drops` is not `drops` any more.
+        None is kept if `Tally.drops` has changed from `drops`.
         """
         if len(indices) == 0:
             return [], 0

@@ -121,11 +121,11 @@ class Tally:
 
     @property
     def epochs(self) -> int:
-        """How often all samples of the dataset have been asked for, as of the last `count_epochs`."""
+        """How many epochs have been read, as of the last `count_epochs`."""
         return self._numbers[_EPOCHS]
 
     def count_epochs(self) -> None:
-        """Count how many samples were asked for, in lengths of the dataset."""
+        """Count requested samples, in lengths of the dataset."""
         if self._length:
             asked = int(self._table[1:, : COUNTS.index("verified")].sum())
             self._table[0, _EPOCHS] = asked // self._length
@@ -170,7 +170,7 @@ def _region() -> Region | None:
 
 @dataclasses.dataclass(frozen=True)
 class DatasetStats(CacheStats):
-    """What all processes have done with a dataset since it was made; counts are samples.
+    """Statistics of a dataset in all processes since it was made; counts are samples.
 
     Attributes
     ----------
@@ -196,7 +196,7 @@ class DatasetStats(CacheStats):
 
     @classmethod
     def of(cls, counts: Mapping[str, int], tiers: Mapping[str, int]) -> DatasetStats:
-        """From the counts of a `Tally`, and what the tiers say of themselves."""
+        """From the counts of a `Tally` and of the tiers."""
         where = {name: counts[name] for name in ("memory_hits", "disk_hits", "remote_hits")}
         hits = sum(where.values())
         seconds, spent = counts["nanoseconds"] / 1e9, counts["spent"] / 1e9

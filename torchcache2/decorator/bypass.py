@@ -31,9 +31,9 @@ from torchcache2.identity.namespace import NamespaceKeeper, Seen
 class Reason(NamedTuple):
     """A reason why calls are not cached.
 
-    `asked` says what is checked for it. The module and the weights are checked at every call, at little cost.
-    To check the arguments or the forward costs as much as caching does. `advice` says what to do; it is empty
-    where the text of each case says it.
+    `asked` says which part is checked for it. The module and the weights are checked at every call, at little
+    cost. To check the arguments or the forward costs as much as caching does. `advice` says what to do; it is
+    empty where the text of each case says it.
     """
 
     asked: Literal["module", "weights", "arguments", "forward"]

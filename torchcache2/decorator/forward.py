@@ -1,4 +1,4 @@
-"""`Computation`: runs the forward of one call for some of its items, and checks what it has done."""
+"""`Computation`: runs the forward of one call for some of its items, and checks its side effects."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 class Known:
-    """What is known of the calls of one method, of all threads.
+    """Facts about the calls of one method, for all threads.
 
     Attributes
     ----------
@@ -83,7 +83,7 @@ class Known:
         return digest([namespace, call.context])
 
     def lists(self, context: bytes) -> Lists:
-        """What is known of lists in the outputs of calls of a context."""
+        """Which lists have an entry per item, in the outputs of calls of a context."""
         if len(self._lists) >= _MOST_CONTEXTS:
             self._lists.clear()
         return Lists(self.samples, self._lists.setdefault(context, {}))
@@ -156,7 +156,7 @@ class Computation:
 
     @functools.cached_property
     def lists(self) -> Lists:
-        """What is known of lists in the output."""
+        """Which lists in the output have an entry per item."""
         return self.known.lists(self.context)
 
     @property
@@ -222,7 +222,7 @@ class Computation:
     def _traceless(self, positions: Tensor, is_whole: bool) -> tuple[Any, Inputs, Undo | None]:
         """The output of the forward for some items, if it has left no trace; the arguments that it got.
 
-        Last comes what puts back what it has changed, if these were copies. Raises `NotStoredError` if it has
+        The last value restores what it has changed, if these were copies. Raises `NotStoredError` if it has
         left a trace.
         """
         # A forward that may be random runs a second time, and then needs the caller's arguments as they were:
@@ -260,7 +260,7 @@ class Computation:
         return self.known.keys(self.seen.namespace, call).data
 
     def runs_whole_batch(self) -> bool:
-        """Whether the forward would run for the whole batch, whatever items are asked for."""
+        """Whether the forward would run for the whole batch, whatever the requested items."""
         return not self._may_compute_parts()
 
     def _may_compute_parts(self) -> bool:
@@ -310,7 +310,7 @@ class Computation:
     def _run_again(self, output: Any, undo: Undo | None, state: RandomState | None = None) -> Any:
         """The output of a forward that has run with the caller's own arguments.
 
-        That is `output`, if there is no `undo`. Otherwise the forward has run with copies: what it did is
+        That is `output`, if there is no `undo`. Otherwise the forward has run with copies: its changes are
         undone, the generators go back to `state`, if given, and the forward runs once more.
         """
         if undo is None:
@@ -430,7 +430,7 @@ class Computation:
             is_part = storage.nbytes() != leaf.numel() * leaf.element_size()
             return leaf.clone() if is_part or _storage(leaf) in borrowed else leaf
 
-        return own(output) if isinstance(output, Tensor) else mapped(own, output, objects=True)
+        return mapped(own, output, objects=True)
 
     def _with_lists(self, output: Any, positions: Tensor) -> Any:
         """The output, after it is known which of its lists have an entry for each item.
@@ -478,7 +478,7 @@ def _waited(leaf: Any) -> Any:
 
 
 def _copied(leaf: Any) -> Any:
-    """A copy of an array, or of a dense tensor that has nothing but its content; anything else as it is."""
+    """A copy of an array or a plain dense tensor; anything else unchanged."""
     if type(leaf) is np.ndarray:
         return leaf.copy(order="K")
     is_plain = type(leaf) is Tensor and leaf.layout == torch.strided and not has_attributes(leaf)

@@ -68,7 +68,7 @@ def devices_apart(call: BoundCall, root: Any, seen: Seen) -> tuple[str, str] | N
 def with_device_hint(name: str, call: BoundCall, root: Any, seen: Seen, positions: Tensor) -> Iterator[None]:
     """Around the forward of some items: if torch refuses to run it with its weights elsewhere, say so.
 
-    The forward is run as ever: it may move its weights or its inputs itself. A module that is loaded for it
+    The forward runs as usual: it may move its weights or its inputs itself. A module that is loaded for it
     knows why.
     """
     token = _WHY.set(f"{len(positions)} of {call.batch_size} items of a call have to be computed")
@@ -305,7 +305,7 @@ class _Lazy:
             return found
 
     def expected(self, loader: bytes, content: bytes, settings: CacheSettings) -> bytes:
-        """See `Lazy`: where there is a folder, all processes expect what the first of them has loaded.
+        """See `Lazy`: with a folder, all processes expect the module that the first of them loaded.
 
         A loader may make another module each time, as if it leaves weights as they are initialised. Their
         rows must not meet.

@@ -53,7 +53,7 @@ _MANY = 1000  # items that are missed before a hint says why none was found
 
 
 class _Owner:
-    """What the caches of the methods of one object share: its state is watched once, and named once.
+    """The common part of the caches of one object's methods: its state is watched once, and named once.
 
     It refers to them weakly: in a cycle of references, their rows would outlive the object for a while.
     """
@@ -128,7 +128,7 @@ class ModuleCache:
         self._has_hinted = False
 
     def bind(self, root: Any, plain: Plain, method: str = "forward", others: Sequence[Plain] = ()) -> None:
-        """Say what is cached: `plain` is the function, or the bound method of an object, without the cache.
+        """Set the target: `plain` is the function, or the bound method of an object, without the cache.
 
         `others` are methods under the same decorator, which may have the arguments that options name.
         """
@@ -181,7 +181,7 @@ class ModuleCache:
         return self._owner.root()
 
     def stats(self, method: str | None = None) -> CacheStats:
-        """What the caches of this object have done so far, or that of one method."""
+        """Statistics of all methods of this object so far, or of one."""
         self._tell()
         chosen = [self.of(method)] if method is not None else self.methods.values()
         return functools.reduce(_added, [one.engine.stats() for one in chosen])
@@ -530,7 +530,7 @@ class ModuleCache:
         """Drop the rows of a call whose items depend on their batch; such calls are not cached again.
 
         Rows that were found may also be old, if a change was not noticed. Then the module has another
-        namespace now that it was read again, and the result is True. Where a name stands for the module, no
+        namespace now that it was read again, and the result is True. If a name identifies the module, no
         change is noticed: its rows are replaced, and checked from the first batch on.
         """
         namespace, checks = computation.keys.namespace, computation.checks
@@ -589,7 +589,7 @@ class ModuleCache:
         self.engine.close(forgets=all(one.engine.tiers is not self.engine.tiers for one in others))
 
     def _probed_before(self, namespace: bytes) -> Mapping[str, Any]:
-        """What the checks of earlier runs have left in the cache directory."""
+        """The results of checks of earlier runs, from the cache directory."""
         found = self.engine.tiers.description(namespace).get("probed")
         return found if isinstance(found, dict) else {}
 

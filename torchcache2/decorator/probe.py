@@ -1,10 +1,10 @@
 """The probe: whether the output of an item depends on the rest of its batch.
 
-What shows that it does is a batch put together from several earlier ones. So batches are counted, for each
-kind of call: those of which nothing was found, something, or everything. The 1st, 2nd, 4th, 8th … of each
-are computed as a whole, and found rows are compared with the computed ones; of batches that are partly found,
-the first 64 are, as the forward runs anyway. A batch that was computed as a whole before shows nothing new,
-and is not counted when it is found again.
+What shows that it does is a batch put together from several earlier ones. So batches are counted for each
+kind of call, by whether none, some or all items were found. The 1st, 2nd, 4th, 8th … of each are computed as
+a whole, and found rows are compared with the computed ones; of batches that are partly found, the first 64
+are, as the forward runs anyway. A batch that was computed as a whole before shows nothing new, and is not
+counted when it is found again.
 
 If items were missing, parts of the batch are computed too at these counts, by themselves and in another
 order. Some parts share no item, since one part may hide a dependence: if every item is divided by the largest
@@ -62,10 +62,10 @@ _TALKING = ("torch.distributed", "torch.nn.parallel.distributed")  # modules of 
 
 @dataclasses.dataclass
 class Kind:
-    """The calls that one series of checks is for: of one module in one state, alike but for their items.
+    """The calls that share one series of checks: equal except for their items.
 
     `code` is a digest of the module's code and of the form of the arguments, without weights and values.
-    `counts` are the batches of which no, some, and all items were found; it is empty if an item's output
+    `counts` are the numbers of batches of which no, some, and all items were found; empty if an item's output
     depends on its batch.
     """
 
@@ -76,7 +76,7 @@ class Kind:
 
 
 class Probes:
-    """What the checks of one decorator's modules or functions have found; safe under threads.
+    """Results of the checks of one decorator's modules or functions; safe under threads.
 
     For each namespace, that is its kinds by name, and the batches that were computed as a whole: a Bloom
     filter with one bit a batch. After 1,300 batches, 1 of 100 new ones meets the bit of another one, and is
@@ -160,7 +160,7 @@ class Probes:
             self._by_group = {}  # it holds for other weights too
 
     def start_anew(self, namespace: bytes) -> None:
-        """Note that the rows of a namespace were dropped: what is computed from now on is checked anew."""
+        """Note that the rows of a namespace were dropped: checks begin anew."""
         with self._lock():
             for kind in self._kinds.get(namespace, {}).values():
                 kind.counts = [0 for _ in kind.counts]
@@ -191,7 +191,7 @@ class CallChecks(Checks):
     """The checks of one call; raises `BypassError` if its items are known to depend on their batch.
 
     ``may_run(is_first, is_found)`` says whether the forward can run by itself, for the first batch of a kind
-    or for a later one, which is all found or not; it is asked when a check is due.
+    or for a later one, which is all found or not; it is called when a check is due.
     """
 
     def __init__(self, probes: Probes, kind: Kind, keys: Keys, may_run: Callable[[bool, bool], bool]) -> None:
@@ -204,7 +204,7 @@ class CallChecks(Checks):
         self._counted: int | None = None
 
     def is_due(self, found: int) -> bool:
-        """Whether to compute the whole batch, of which so many items were found."""
+        """Whether to compute the whole batch; `found` of its items were found."""
         count = len(self._keys)
         what = _MISSED if not found else _FOUND if found == count else _MIXED
         if count == 0 or (self._probes.is_whole(self._keys) if what == _FOUND else count == 1):
@@ -226,7 +226,7 @@ class CallChecks(Checks):
         self._probes.add_whole(self._keys)
 
     def settle(self, *, has_run: bool) -> bool:
-        """Count this batch; returns whether what is known should be written down.
+        """Count this batch; returns whether the results should be saved.
 
         A rank in step may get all rows of a batch from others, and then its forward has not run.
         """
@@ -235,7 +235,7 @@ class CallChecks(Checks):
         return _is_power(self._probes.count(self.kind, self._counted))
 
     def note(self, *, has_run: bool) -> str:
-        """What is known of calls like this one, for other ranks; `has_run`: it has been checked if needed."""
+        """The results for calls like this one, for other ranks; `has_run`: it was checked if necessary."""
         return self._note if any(self.kind.counts) or (has_run and self.computes_parts) else ""
 
     def is_known(self, notes: Collection[str]) -> bool:
@@ -288,8 +288,8 @@ class Probe:
     """The rows of a whole batch, with which parts of it are compared that are computed by themselves.
 
     ``alone(part, aligned)`` are the rows of the items at some positions, computed in this order; see
-    `BoundCall.take`. `dtypes` are what the forward computes with. If it `pads`, batches are padded to few
-    sizes.
+    `BoundCall.take`. `dtypes` are those in which the forward computes. If it `pads`, batches are padded to
+    few sizes.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """The arguments of a forward: `Inputs` notices when it has changed them.
 
-A forward that fills the dict that it gets, and returns it, leaves no trace: `filling` gives it a copy, and
-what it has added is its output, which `given_back` puts into the dict of the caller.
+A forward that fills the dict that it gets, and returns it, leaves no trace: `filling` gives it a copy; the
+entries that it adds are its output, and `given_back` puts them into the caller's dict.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FILLED = ("filled by the forward",)  # the key of what was added, in an output 
 def filling(
     forward: Callable[[tuple[Any, ...], Mapping[str, Any]], Any],
 ) -> Callable[[tuple[Any, ...], Mapping[str, Any]], Any]:
-    """The same forward, but if it adds to its only dict and returns that, its output is what was added."""
+    """The same forward; but if it fills its only dict and returns that, its output is the added entries."""
 
     def filled(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         given = _only_dict(args, kwargs)
@@ -52,7 +52,7 @@ def filling(
 
 
 def given_back(output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The output as the caller gets it: the dict of the caller, with what was added to its copy."""
+    """The output for the caller: the caller's dict, with the entries that were added to its copy."""
     if type(output) is not dict or output.keys() != {_FILLED}:
         return output
     given = _only_dict(args, kwargs)

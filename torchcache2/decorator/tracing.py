@@ -1,7 +1,7 @@
 """Which calls are exported, traced or transformed, and how the plain forward runs.
 
-A cache that a tracer sees becomes part of its graph, and the graph would return the rows of one call for
-ever. So a call that is exported, traced or transformed is passed to the plain forward.
+A tracer would make the rows of one call constants of its graph. So a call that is exported, traced or
+transformed is passed to the plain forward.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Runner:
         self._call: Callable[..., Any] | None = None
 
     def bind(self, plain: Callable[..., Any]) -> None:
-        """Say what the forward is; of a module, the bound method."""
+        """Set the forward; of a module, the bound method."""
         function = plain.__func__ if isinstance(plain, types.MethodType) else None
         self._call = _compilable_call() if function and origin(function) == "torch" else None
 

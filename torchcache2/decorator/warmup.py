@@ -176,7 +176,7 @@ def _ready(
 
 
 def _called(cache: Any, root: Any) -> Callable[..., Any]:
-    """What is called: a module for its forward, a function, or another method."""
+    """The called object: a module, a function, or another method."""
     is_whole = isinstance(root, types.FunctionType) or (
         isinstance(root, nn.Module) and cache.method == "forward"
     )
@@ -193,7 +193,7 @@ def estimate(
     num_workers: int = 0,
     method: str | None = None,
 ) -> Estimate:
-    """What it takes to cache the items of a dataset: bytes in memory and on disk, and time.
+    """The cost of caching the items of a dataset: bytes in memory and on disk, and time.
 
     A few batches run through the plain forward. What they give is compressed as it would be on disk, and
     dropped: nothing is stored of them. Generators of random numbers are afterwards as before.
@@ -296,7 +296,7 @@ def _check_arguments(
 
 
 def _outline(batch: Any) -> str:
-    """What a batch of samples is made of, in some words."""
+    """The structure of a batch of samples, in a few words."""
     if isinstance(batch, Mapping):
         return f"a dict of {listed([repr(key) for key in batch])}"
     if isinstance(batch, (tuple, list)):
@@ -334,7 +334,7 @@ def share_of(data: Any, where: Place, batch_size: int, num_workers: int, *, is_e
     The last kind, and a loader that gives each rank a part of its own, such as one with a
     `DistributedSampler`, are taken as they are. If shares are to be even, some samples are there twice, so
     that each rank has the same number of them; of streams and of batches of samplers they may still differ
-    by one. Raises `OptionError` of anything else, and if it is empty.
+    by one. Raises `OptionError` for anything else, and for an empty one.
     """
     for name, value, least in (("batch_size", batch_size, 1), ("num_workers", num_workers, 0)):
         if type(value) is not int or value < least:

@@ -228,7 +228,7 @@ def _restore(cls: Any) -> None:
 
 
 def _original_method(obj: Any, name: str, wrapper: Callable[..., Any]) -> Callable[..., Any]:
-    """What a wrapper in a class wraps; it is read at each call, as a notebook may reload classes in place."""
+    """The function inside a wrapper of a class, as of now: a notebook may reload classes in place."""
     added_to = getattr(wrapper, ADDED_ATTRIBUTE, None)
     if added_to is not None and (owner := added_to()) is not None and isinstance(obj, owner):
         return getattr(super(owner, obj), name)  # type: ignore[no-any-return]
@@ -236,7 +236,7 @@ def _original_method(obj: Any, name: str, wrapper: Callable[..., Any]) -> Callab
 
 
 def _is_own(kind: type, name: str, wrapper: Callable[..., Any]) -> bool:
-    """Whether a class has this wrapper as its method, below what else may decorate it."""
+    """Whether a class has this wrapper as its method, possibly below other decorators."""
     found = [vars(base)[name] for base in kind.__mro__ if name in vars(base)]
     if not any(wrapper in _layers(value) for value in found):
         raise DecorationError(
@@ -271,7 +271,7 @@ setattr(_CacheAttribute, ADDED_ATTRIBUTE, True)
 
 
 def bindings_of(kind: type) -> dict[str, Binding]:
-    """What has decorated the methods of a class, by name."""
+    """The decorators of the methods of a class, by name."""
     found: dict[str, Binding] = {}
     for base in reversed(kind.__mro__):
         for name, value in vars(base).items():
@@ -328,8 +328,8 @@ def _make(obj: Any, name: str | None) -> ModuleCache:
 class CachedMethod:
     """A method of one object, in whose ``__dict__`` this is. It is copied and pickled as a part of that.
 
-    It refers to the object weakly: with a cycle of references, a model that nobody uses any more would stay
-    in memory until the next garbage collection. One that is given away `holds` it, as a bound method does.
+    It refers to the object weakly: with a cycle of references, an unused model would stay in memory until the
+    next garbage collection. One that is given away `holds` it, as a bound method does.
     """
 
     def __init__(
@@ -390,7 +390,7 @@ class CachedMethod:
         return replica
 
     def holding(self) -> CachedMethod:
-        """The same, for somebody who keeps it without the object."""
+        """The same, for callers that do not keep the object."""
         return CachedMethod(self.__self__, self.__name__, self.own, self.cache, holds=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CachedMethod:
@@ -457,7 +457,7 @@ def _run_watched(
 
 
 def _is_being_made(obj: Any) -> bool:
-    """Whether a constructor of the object is running: what it calls is no mistake."""
+    """Whether a constructor of the object is running: its calls are not a mistake."""
     frame = inspect.currentframe()
     while frame is not None:
         code = frame.f_code
@@ -596,7 +596,7 @@ def own_method(obj: Any, name: str) -> Any:
 
 
 def check_method(kind: type, name: str, own: Any = None, *, in_body: bool = False) -> None:
-    """Raise if what a class, or an object of it as its `own`, has under a name cannot be cached.
+    """Raise if the attribute of a class, or of an object as its `own`, cannot be cached.
 
     Methods that Python looks up in the class are cached `in_body` only.
     """

@@ -27,7 +27,7 @@ _AGAIN = ContextVar("torchcache2_again", default=False)
 def computed_again(again: bool = True) -> Iterator[None]:
     """Within this context, this thread computes items to check rows, so cached modules check theirs too.
 
-    What is computed of rows that a module inside has found would show nothing about these.
+    Outputs computed from rows that an inner module found would not check these rows.
     """
     token = _AGAIN.set(again or _AGAIN.get())
     try:
@@ -63,11 +63,11 @@ class NotStoredError(RefusedError):
 
 
 class WrongRowsError(NotStoredError):
-    """Raised when rows that were found differ from what the forward computes."""
+    """Raised when found rows differ from the computed ones."""
 
 
 class NotRunError(BaseException):
-    """Raised in the place of a forward that may not run; nothing but who has forbidden it handles it."""
+    """Raised in place of a forward that may not run; only the code that has forbidden it handles it."""
 
 
 class WholeBatch:
@@ -92,14 +92,14 @@ class Checks:
     is_conclusive = True
 
     def is_due(self, found: int) -> bool:
-        """Whether to compute the whole batch, of which so many items were found."""
+        """Whether to compute the whole batch; `found` of its items were found."""
         return False
 
     def computed_whole(self) -> None:
         """Note that the rows of the whole batch are those of one forward."""
 
     def note(self, *, has_run: bool) -> str:
-        """What is known of items of calls like this one, for other ranks; `has_run`: the forward ran here."""
+        """The results of checks of calls like this one, for other ranks; `has_run`: the forward ran here."""
         return ""
 
     def is_known(self, notes: Collection[str]) -> bool:
@@ -127,7 +127,7 @@ class Source(Protocol):
 
     @property
     def lists(self) -> Lists | None:
-        """What is known of lists in the output; None if none has an entry for each item."""
+        """Which lists in the output have an entry for each item; None if none has."""
         ...
 
     def compute(self, positions: Tensor) -> Any:
@@ -139,11 +139,11 @@ class Source(Protocol):
         ...
 
     def dtypes(self) -> Collection[torch.dtype]:
-        """Those of the tensors that the forward reads: comparisons tolerate what the coarsest rounds."""
+        """The dtypes that the forward reads: comparisons tolerate the rounding of the coarsest."""
         ...
 
     def runs_whole_batch(self) -> bool:
-        """Whether the forward would run for the whole batch, whatever items are asked for."""
+        """Whether the forward would run for the whole batch, whatever the requested items."""
         ...
 
     def description(self, namespace: bytes) -> Mapping[str, Any]:
@@ -183,7 +183,7 @@ class FunctionSource:
 
 
 class Hits(NamedTuple):
-    """What the tiers have of a batch.
+    """The items of a batch that the tiers have.
 
     Attributes
     ----------
@@ -205,7 +205,7 @@ class Hits(NamedTuple):
 
 
 class Misses(NamedTuple):
-    """What the tiers do not have of a batch.
+    """The items of a batch that the tiers lack.
 
     Attributes
     ----------
@@ -234,7 +234,7 @@ class Misses(NamedTuple):
 
 
 class Batch:
-    """Has a source compute items of a batch, and counts what it computed.
+    """Lets a source compute items of a batch, and counts them.
 
     Attributes
     ----------

@@ -258,7 +258,7 @@ class Cache:
         )
 
     def compute(self, batch: Batch, hits: Hits, mine: Positions) -> tuple[Any, Rows, str | None]:
-        """Compute and keep the rows of items at some positions; compute hits that are to be checked, too.
+        """Compute and keep the rows of items at some positions; also compute hits to check them.
 
         Returns the output of the whole batch, if all of it was computed; the rows; and how rows that were
         found differ from computed ones: then nothing is kept.
@@ -397,7 +397,7 @@ class Cache:
         self.tell(reason, "%s: not cached (%s): %s", self.name, reason, text)
 
     def stats(self) -> CacheStats:
-        """What this cache has done so far."""
+        """Statistics of this cache so far."""
         return self.counters.stats(**self.tiers.stats())
 
     @property

@@ -19,7 +19,7 @@ Leaf = tuple[torch.dtype, tuple[int, ...]]
 
 
 class CallSeen(NamedTuple):
-    """What the items of a call have in common.
+    """The common parts of all items of a call.
 
     `leaves` has for each batched tensor its path, its dtype, and the shape of an item; `group` is that of
     `Keys`.
@@ -111,7 +111,7 @@ def compared(
 
 
 def _latest(directory: CacheDirectory, kind: str, namespace: bytes, since: str) -> Fingerprint | None:
-    """The fingerprint that earlier runs have left of a namespace, else of the class's last used one."""
+    """The fingerprint that earlier runs left of a namespace, or else of the class's last used one."""
     try:
         contents = [one for one in directory.scan() if one.segments]
     except OSError:

@@ -1,4 +1,4 @@
-"""`Progress` of a warmup: counts its items, and shows how far it is and what it will cost."""
+"""`Progress` of a warmup: counts its items, and shows progress and cost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHOWN_EVERY, _LOGGED_EVERY = 0.2, 30.0  # seconds, on a terminal and in a file
 
 @dataclasses.dataclass(frozen=True)
 class WarmupStats:
-    """What a warmup has done, on this rank.
+    """The result of a warmup on this rank.
 
     Attributes
     ----------
@@ -46,9 +46,9 @@ class WarmupStats:
 class Progress:
     """Counts the items of a warmup by the counters of its cache, which count `hits` and `misses`.
 
-    There are `total` items, of which `items` are this rank's; None: not known. If it `is_shown`, there is a
-    bar, as far as tqdm is installed, and one line of cost when that is known, which ends in `advice` if the
-    tiers are too small.
+    There are `total` items, `items` of them this rank's; None: unknown. If it `is_shown`, there is a bar, as
+    far as tqdm is installed, and one line of cost when that is known, which ends in `advice` if the tiers are
+    too small.
     """
 
     def __init__(

@@ -73,7 +73,7 @@ class Forward:
 
 
 class OwnMemoryError(Exception):
-    """Raised when the cache's own work has found no memory: the call is to be made without it.
+    """Raised when the cache's own work has no memory: the caller then computes without the cache.
 
     `error` is what was raised.
     """

@@ -82,7 +82,7 @@ class Users:
 class TierStack:
     """The tiers of one budget, and the caches that use them.
 
-    The tiers are made when the first rows come, or the first are asked for.
+    The tiers are made at the first use.
 
     Attributes
     ----------
@@ -231,7 +231,7 @@ class TierStack:
             tier.describe(namespace, description, create=create)
 
     def description(self, namespace: bytes) -> dict[str, Any]:
-        """What the cache directory says about a namespace; empty if there is nothing."""
+        """The description of a namespace in the cache directory; empty if there is none."""
         directory = self.directory
         return {} if directory is None else directory.fingerprint(namespace.hex())
 
@@ -261,12 +261,12 @@ class TierStack:
         return self._drops.get(namespace), self._drops_forgotten
 
     def flush(self) -> None:
-        """Return when what was put is as durable as the tiers make it."""
+        """Return when all rows are as durable as the tiers make them."""
         for tier in self._tiers:
             tier.flush()
 
     def stats(self) -> dict[str, int]:
-        """What `CacheStats` says of the tiers."""
+        """The fields of `CacheStats` about the tiers."""
         counts: Counter[str] = Counter()
         for tier in self.tiers:
             counts.update(tier.counts())

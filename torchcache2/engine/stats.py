@@ -1,4 +1,4 @@
-"""`CacheStats`: what a cache has done, and `Counters`, which count it."""
+"""`CacheStats`: statistics of a cache, and `Counters`, which collect them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ADDED_UP = (
 
 @dataclasses.dataclass(frozen=True)
 class CacheStats:
-    """What a cache has done since it was made; all counts are items.
+    """Statistics of a cache since it was made; all counts are items.
 
     Attributes
     ----------
@@ -112,7 +112,7 @@ class CacheStats:
         return self.hits / asked if asked else 0.0
 
     def _lines(self) -> list[tuple[str, str]]:
-        """Names and texts; what has not happened, in tiers that not all caches have, has no line."""
+        """Names and texts of the lines; tiers that are not used have none."""
         bypasses = ", ".join(f"{reason} {count:,}" for reason, count in self.bypasses.items())
         on_disk = f"{size_text(self.disk_bytes)} in the directory" if self.disk_bytes else "not sealed yet"
         evicted = f", {self.remote_evictions:,} evicted" if self.remote_evictions else ""

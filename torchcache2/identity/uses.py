@@ -82,7 +82,7 @@ def is_plain(value: Any) -> bool:
 
 
 def has_fields(value: Any, names: set[str]) -> bool:
-    """Whether attributes are plain fields of an object or class, which no code computes."""
+    """Whether attributes are plain fields of an object or class, not computed by code."""
     kind = type(value)
     bases = kind.__mro__[:-1] if kind is not type else ()
     try:

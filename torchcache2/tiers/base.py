@@ -51,7 +51,7 @@ class TierStats:
     evictions : int
         Rows forgotten to make room.
     corrupt : int
-        Damaged rows and files that were met.
+        Damaged rows and files.
     faults : int
         Calls of the system that failed.
     """

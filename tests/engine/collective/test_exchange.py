@@ -81,13 +81,44 @@ def test_a_row_may_go_while_the_others_are_told_that_it_is_there(gone):
 def test_a_row_that_was_sent_is_found_next_time():
     def run(mine, rank):
         mine.fetch([1] if rank else [])
-        mine.fetch([1])
+        mine.fetch([1]).zero_()  # what was received is the caller's
         mine.channel.kinds.clear()
         mine.fetch([1])
         return mine.channel.kinds, mine.computed, mine.cache.stats().memory_rows
 
     first, second = steps(2, run)
     assert first[0] == second[0] == ["ask"] and (first[1], second[1]) == ([], [1])
+
+
+def test_no_tensor_of_an_output_that_was_received_shares_memory_with_another():
+    def run(mine, rank):
+        for numbers in ([1, 2] if rank else [], [1, 2]):
+            output = mine.cache.fetch(
+                keys_of(numbers), lambda at: (torch.ones(len(at), 3), torch.ones(len(at)))
+            )
+        return [tensor.untyped_storage().nbytes() for tensor in output], mine.cache.stats().received
+
+    assert steps(2, run) == [([24, 8], 2), ([24, 8], 0)]
+
+
+@pytest.mark.parametrize("sending", [1, 2])
+def test_rows_are_sent_from_a_device_only_if_that_of_every_rank_can(sending):
+    device = torch.device("meta")  # takes the place of an accelerator, as every machine has it
+
+    def run(mine, rank):
+        sent, swap = [], mine.channel.swap
+
+        def spy(data, *sizes):
+            sent.append(data.device)
+            return swap(data, *sizes)
+
+        mine.channel.swap, mine.channel.sends_from = spy, lambda device: rank < sending
+        mine.fetch([1] if rank else [])
+        mine.cache.fetch(keys_of([1]), lambda positions: torch.ones(1, 3), device=device)
+        return sent
+
+    expected = [device] if sending == 2 else [torch.device("cpu")]
+    assert steps(2, run) == [expected, expected]
 
 
 def test_ranks_with_other_namespaces_share_nothing_and_one_warns(log):

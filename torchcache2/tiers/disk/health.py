@@ -29,7 +29,7 @@ class Health(Breaker):
     reads, writes : bool
         Whether the directory can be read, and written, at all.
     corrupt : int
-        Damaged rows and files that were met.
+        Damaged rows and files.
     serves_only : bool
         Whether nothing in the directory may be changed, as it is not ours.
     last : list of Exception

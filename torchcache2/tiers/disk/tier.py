@@ -286,7 +286,7 @@ class DiskTier(Tier):
             return 0 if located is None else len(located)
 
     def counts(self) -> dict[str, int]:
-        """What `CacheStats` says of this tier."""
+        """The fields of `CacheStats` about this tier."""
         objects = None if self.bucket is None else self.bucket.objects
         moved = {} if objects is None else {"bytes_up": objects.bytes_up, "bytes_down": objects.bytes_down}
         return super().counts() | moved

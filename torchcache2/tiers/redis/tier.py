@@ -191,7 +191,7 @@ class RedisTier(Tier):
         return TierStats(rows, size, evictions, self._clients.corrupt, self._clients.faults + self._faults)
 
     def counts(self) -> dict[str, int]:
-        """What `CacheStats` says of this tier."""
+        """The fields of `CacheStats` about this tier."""
         return super().counts() | ({} if self._claims is None else self._claims.tally.counts())
 
     def count(self, namespace: bytes) -> int:

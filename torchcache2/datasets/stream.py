@@ -1,0 +1,187 @@
+"""`CachedStream`: a stream whose raw samples have a key, and are decoded once."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from operator import itemgetter
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from torchcache2.core.errors import OptionError
+from torchcache2.core.logs import shown
+from torchcache2.datasets.cached import CachedDataset
+from torchcache2.datasets.identity import Index, as_index
+from torchcache2.datasets.options import check, check_others
+from torchcache2.datasets.recipe import Keeper, Recipe
+from torchcache2.datasets.source import Source
+from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
+
+_EXPECTED = "the key of a sample of a CachedStream is one int, str or bytes"
+_OF_STREAM = ("name", "path", "transform", "batch_size")  # options that are arguments here
+_NOT_HERE = ("partial",)  # of samples that an index finds
+
+
+class _Decoder:
+    """What `load` makes of the raw samples of this thread, as a dataset whose indices are their keys."""
+
+    def __init__(self, name: str, load: Callable[[Any], Any], key: Callable[[Any], Any] | str) -> None:
+        self.name, self.load, self.key = name, load, key
+        self._here = threading.local()
+
+    def keys(self, raw: list[Any]) -> list[Index]:
+        """The keys of raw samples, which are then at hand."""
+        key = itemgetter(self.key) if isinstance(self.key, str) else self.key
+        keys = [as_index(key(one), _EXPECTED) for one in raw]
+        self._here.raw = dict(zip(keys, raw, strict=True))
+        return keys
+
+    def __getitem__(self, key: Index) -> Any:
+        return self.load(self._here.raw[key])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Decoder, (self.name, self.load, self.key)
+
+
+setattr(_Decoder, ADDED_ATTRIBUTE, True)  # what counts of it is what the user has given
+setattr(_Decoder, ORIGINAL_ATTRIBUTE, property(lambda self: (self.name, self.load, self.key)))
+
+
+class CachedStream(Keeper, IterableDataset[Any]):
+    """A stream whose samples are decoded once, and then found by their key.
+
+    The source still gives its raw samples, such as the bytes of files, in its order, to the workers and ranks
+    that it gives them to. What is kept is what `load` makes of them, as a `CachedDataset` keeps samples.
+
+    Parameters
+    ----------
+    iterable : iterable
+        The source, such as a `webdataset.WebDataset` that does not decode, or a streamed dataset of Hugging
+        Face. A stream of samples, not of batches.
+    key : str or callable
+        ``key(raw)`` says which sample it is: an int, str or bytes. A str is the name of a field. Raw samples
+        with one key are one sample, whatever else they have.
+    load : callable
+        ``load(raw)`` makes the sample. Its code and what that refers to are part of the key.
+    name : str
+        What the keys belong to, such as ``"coco-train"``. Streams with one name, `key` and `load`
+        share samples.
+    path : path or URL, optional
+        A folder that keeps all samples for later runs, as of a `CachedDataset`.
+    transform : callable, optional
+        Is called with each sample after the cache, as for random augmentation.
+    batch_size : int
+        How many raw samples are looked up together.
+    **options
+        Other options of a `CachedDataset`, such as `memory_cache_size`, `version`, or `backend`.
+
+    Raises
+    ------
+    OptionError
+        If an option cannot have its value, or `load` cannot be read and there is a `path` or a server.
+
+    Examples
+    --------
+    >>> from torchcache2 import CachedStream
+    >>> def decode(raw):
+    ...     print("decoded", raw["id"])
+    ...     return float(raw["text"])
+
+    >>> raw = [{"id": 1, "text": "1.5"}, {"id": 2, "text": "2.5"}]
+    >>> stream = CachedStream(raw, key="id", load=decode, name="numbers", memory_cache_size="1MB")
+    >>> list(stream), list(stream)
+    decoded 1
+    decoded 2
+    ([1.5, 2.5], [1.5, 2.5])
+    """
+
+    __module__ = "torchcache2"
+    _source: Source
+    _iterable: Iterable[Any]
+    _batch: int
+
+    def __init__(
+        self,
+        iterable: Iterable[Any],
+        *,
+        key: Callable[[Any], Any] | str,
+        load: Callable[[Any], Any],
+        name: str,
+        path: str | os.PathLike[str] | None = None,
+        transform: Callable[[Any], Any] | None = None,
+        batch_size: int = 64,
+        **options: Any,
+    ) -> None:
+        for option, value, holds in (
+            ("iterable", iterable, hasattr(iterable, "__iter__")),
+            ("key", key, callable(key) or isinstance(key, str)),
+            ("load", load, callable(load)),
+            ("name", name, isinstance(name, str) and name),
+        ):
+            if not holds:
+                raise OptionError(f"{option}={shown(value)}: see help(torchcache2.CachedStream)")
+        parameters = inspect.signature(CachedDataset).parameters.values()
+        usual = {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY}
+        own = [*_OF_STREAM, *_NOT_HERE]
+        check_others({one: options[one] for one in options if one not in usual or one in own}, "CachedStream")
+        given = usual | options | {"path": path, "transform": transform, "batch_size": batch_size}
+        check(given)
+        recipe = Recipe.of_dataset(_Decoder(name, load, key), given)
+        recipe.title = recipe.document["class"] = f"CachedStream {name}"
+        del recipe.document["dataset"]  # without its source, nobody knows which samples it has
+        self.__setstate__(
+            {"_recipe": recipe, "_is_closed": False, "_batch": batch_size, "_iterable": iterable}
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        source, transform, failure = iter(self._iterable), self._recipe.transform, None
+        while failure is None:
+            raw: list[Any] = []
+            try:
+                while len(raw) < self._batch:
+                    raw.append(next(source))
+            except (Exception, StopIteration) as error:  # samples before it come first
+                failure = error
+            for sample in self._samples(raw):
+                yield sample if transform is None else transform(sample)
+        if not isinstance(failure, StopIteration):
+            try:
+                raise failure
+            finally:
+                failure = None  # it refers to this frame
+
+    def __len__(self) -> int:
+        return len(self._iterable)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # also while a pickle is read
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._iterable, name)  # such as `set_epoch`
+
+    def _samples(self, raw: list[Any]) -> Iterable[Any]:
+        """What `load` makes of raw samples; if it fails for one, those before it come first."""
+        try:
+            return self._found(raw)
+        except Exception:
+            if len(raw) < 2:
+                raise
+        return (sample for one in raw for sample in self._found([one]))
+
+    def _found(self, raw: list[Any]) -> list[Any]:
+        keys, store = self._recipe.dataset.keys(raw), self._store
+        return self._source.plain(keys) if store is None or not keys else store.fetch(keys)
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("_recipe", "_is_closed", "_batch", "_iterable")
+        return {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._source = self._recipe.source()
+        self._store = None if self._is_closed else self._recipe.store(self._source)
+
+    def __repr__(self) -> str:
+        return f"<{self._recipe.title} {self._recipe.identity.namespace.hex()}>"
