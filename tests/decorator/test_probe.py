@@ -623,6 +623,14 @@ def test_what_was_found_out_is_remembered_on_disk(tmp_path, sizes):
     assert sorted(counts for counts in probed.values() if isinstance(counts, list)) == [[1, 0, 0], [3, 0, 6]]
 
 
+def test_what_was_found_out_outlives_the_first_call_of_another_kind(sizes):
+    function = counted(doubled)
+    for call, computed in [((X,), [6, 1, 1]), ((X, 3), [6, 1, 1]), ((X,), [])]:
+        del sizes[:]
+        assert torch.equal(function(*call), doubled(*call))
+        assert sizes == computed
+
+
 def test_it_is_remembered_when_the_first_call_has_one_item(tmp_path, sizes):
     folder_of(tmp_path, sizes, doubled, [X])
     assert folder_of(tmp_path, sizes, doubled, [Y[:1]], [X]) == [1]

@@ -446,7 +446,7 @@ class Computation:
             # The forward may write to the memory of this output.
             output = mapped(_copied, output, objects=True)
             part = positions[:1].tolist() * (1 if count > 1 else 2)
-            with contextlib.suppress(Exception):  # then it is not known, and such lists are not stored
+            with contextlib.suppress(Exception):  # then it is unknown, and such lists are not stored
                 lists.settle(unsettled, self._alone(part, bool(self.call.aligned)), len(part))
         return output
 

@@ -8,7 +8,7 @@ counted when it is found again.
 
 If items were missing, parts of the batch are computed too at these counts, by themselves and in another
 order. Some parts share no item, since one part may hide a dependence: if every item is divided by the largest
-of its batch, a part that has the largest one equals the whole batch. And two parts of one size begin with the
+of its batch, a part that has the largest one equals the whole batch. Two parts of one size begin with the
 same items. A forward rounds alike for batches of one size, but not for batches of two sizes: so these two
 parts show an influence that is hardly larger than rounding.
 """

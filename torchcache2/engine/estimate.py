@@ -65,7 +65,7 @@ class Estimate:
     Attributes
     ----------
     items : int or None
-        How many items there are, for all ranks; None: that is not known, nor what it leads to.
+        How many items there are, for all ranks; None: unknown, and so is what it leads to.
     row_bytes : int
         Of one row in memory.
     stored_bytes : int or None

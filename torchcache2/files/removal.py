@@ -44,7 +44,7 @@ def deleting(directory: CacheDirectory) -> FileLock:
 def claimed(directory: CacheDirectory, namespace: str) -> Iterator[bool | None]:
     """Yields whether no process uses a namespace; then none can begin to before the end of the context.
 
-    False if that is not known; None if the namespace has no ``fingerprint.json`` that could be locked.
+    False if that is unknown; None if the namespace has no ``fingerprint.json`` that could be locked.
 
     Users of a namespace have its fingerprint locked. When `CacheDirectory.describe` replaces the fingerprint,
     the old file stays under a temporary name, so its users are still seen.

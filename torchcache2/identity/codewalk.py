@@ -89,7 +89,7 @@ class CodeWalk(Encoder):
         self.written_cells: list[types.CellType] = []
         self.assigned: set[str] = set()  # the names of all of this
         self.uses = UseTable()
-        self.in_hook = False  # hooks are there to collect, so what they only write counts all the same
+        self.in_hook = False  # hooks are there to collect, so what they only write counts anyway
         self.origins = sourcecode.Origins()
         self.is_foreign = False  # whether what is being read is not the user's own code
         self._tokens, self._texts = tokens, texts
@@ -111,7 +111,7 @@ class CodeWalk(Encoder):
         self._constructors: set[int] = set()
         self._methods: dict[int, tuple[str, type]] = {}  # by id of a function of a class that is being read
         self._uses_of_methods: dict[int, Uses] = {}
-        self._labels: dict[int, bytes] = {}  # of classes, functions and modules that were met
+        self._labels: dict[int, bytes] = {}  # of classes, functions and modules that were seen
         self._label_counts: dict[str, int] = {}
         self._kept_alive: list[Any] = []  # objects that must live as long as their ids are used
 

@@ -312,8 +312,8 @@ def is_named(attribute: str, *words: Collection[str]) -> bool:
 def without_captures(hooks: Mapping[int, Any]) -> list[tuple[int, Any]]:
     """The hooks of a module without those by which transformers collects hidden states.
 
-    It sets them in the first call that asks for these, and they do nothing in others. Set twice, as they may
-    be for a model and one around it, they collect twice, and count.
+    It sets them in the first call that asks for these, and they do nothing in others. If they are set twice,
+    for a model and for one around it, they collect twice, and so they count.
     """
     kept, collected = [], set()
     for key, hook in hooks.items():

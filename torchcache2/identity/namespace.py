@@ -128,7 +128,7 @@ class NamespaceKeeper:
             self._values: dict[str, str] = {}
             self._is_known = False
             self._has_old_casts = False
-            self._awaited: set[str] = set()  # modules that were not imported when they were met
+            self._awaited: set[str] = set()  # modules that were not imported when they were seen
             self._memos: dict[int, Memo] = {}
             self._beside_memos = b""  # the namespace without them
             self._weights: dict[str, bytes] = {}  # their digests as of the last look, and its namespaces
@@ -143,7 +143,7 @@ class NamespaceKeeper:
             return self._facts
 
     def looks_sharded(self, root: Any) -> bool:
-        """Whether the module is sharded now, and is cached all the same."""
+        """Whether the module is sharded now, and is cached anyway."""
         with self._lock():
             self._notice_structure(root)
             return bool(self._shards)

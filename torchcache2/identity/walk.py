@@ -158,7 +158,7 @@ class Walk(CodeWalk):
         super().__init__(tokens, texts, ignore)
         self.generators: list[Any] = []  # random generators, whose state is not part of the namespace
         self.opaque: list[str] = []  # where something was met whose changes leave no sign
-        # Containers by id, with their content at that time, and where they were met.
+        # Containers by id, with their content at that time, and where they were seen.
         self.containers: dict[int, tuple[Any, tuple[Any, ...], str]] = {}
         self.tensors: dict[str, Tensor] = {}  # by path; their content becomes part of the namespace later
         # Every module that was met, the attributes of it that were read, and those that were left out. A root
@@ -533,7 +533,7 @@ class Walk(CodeWalk):
                         field.names.remove(field.name)
 
     def _distrust(self) -> bool:
-        """Write down containers that code only adds to, if something may tell their content all the same."""
+        """Write down containers that code only adds to, if something may tell their content anyway."""
         catches = self.uses.of(object).catches
         doubted = [one for one in self.written if self.unread or (catches and isinstance(one[1], dict))]
         due = [one for one in doubted if id(one[1]) not in self.containers]

@@ -48,8 +48,8 @@ _START = (
 class DeviceDigests:
     """XXH3-128 on the devices of this process.
 
-    Safe under threads. Work is started on the current stream of a tensor's device, and nothing waits for it
-    but the first use of a kernel, which compiles it (about a second, once on a machine) and checks it.
+    Safe under threads. Work starts on the current stream of a tensor's device, and nobody waits for it,
+    except at the first use of a kernel, which compiles it (about a second, once on a machine) and checks it.
 
     Parameters
     ----------

@@ -269,7 +269,7 @@ class Channel:
         return RankError(*self._why)
 
     def _met(self, mark: str, seconds: float) -> Verdict | None:
-        """Leave a mark, and wait until all ranks have; else why they cannot go on."""
+        """Leave a mark, and wait until all ranks have done so; otherwise returns why they cannot continue."""
         self._store.set(f"{mark}/{self.rank}", "1")
         marks = [f"{mark}/{rank}" for rank in range(self.size)]
         late = _LATE.format(self._timeout.total_seconds())

@@ -1,8 +1,8 @@
 """Outputs of a computation as rows, and rows as outputs.
 
 The tensors and arrays of an output have a row for each item, and most of its other values belong to the whole
-batch. But a list or tuple may have an entry for each item, ragged or not. Then an item's row is what is
-outside of such lists, and its entry of each, which is kept as a sample of a dataset is::
+batch. But a list or tuple may have an entry for each item, ragged or not. An item's row then has
+the values outside of such lists, and its entry of each list, which is kept as a sample of a dataset is::
 
     rows = rows_of(output, n, lists, device=device)
     for positions, part in stored(rows):          # one part for each schema
@@ -95,7 +95,7 @@ class Lists:
     def has_entries(self, value: Any, path: str, count: int) -> bool:
         """Whether a list in an output for `count` items has an entry for each of them.
 
-        `UnstorableError` if it has another length, or if that is not known.
+        `UnstorableError` if it has another length, or if that is unknown.
         """
         known = self.known.get(path)
         if known and len(value) != count:

@@ -139,7 +139,7 @@ class Known:
             return [] if located is None else list(located.unopened.values())
 
     def let_go(self) -> Collection[bytes] | None:
-        """Stop counting as a user of namespaces that nothing alive uses; returns those in use, if known.
+        """Release namespaces that nothing alive uses; returns those in use, if known.
 
         Must be called without the lock: `in_use` may wait for another lock, and its owner for ours.
         """

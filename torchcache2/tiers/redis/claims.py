@@ -1,7 +1,7 @@
 """Claims on servers: "this call computes these keys now", for all processes that use the same servers.
 
 A claim is a name on the server of its row, which only the first one can set. It goes by itself after a time
-that is far longer than a computation, so that nobody waits for ever for a process that was killed. A holder
+that is far longer than a computation, so that nobody waits forever for a process that was killed. A holder
 that was stopped for longer finds by its own clock that it has none any more, and leaves the next one's alone.
 If a server fails, what is claimed there is computed without a claim. In the worst case, a row is computed
 twice.
@@ -50,7 +50,7 @@ class RedisClaims:
     """
 
     least = 60.0  # seconds that a claim lasts, or 10 times those of the longest computation so far
-    most = 600.0  # seconds for which one is waited for: somebody may have set such a name for ever
+    most = 600.0  # seconds for which one is waited for: somebody may have set such a name forever
 
     def __init__(
         self,

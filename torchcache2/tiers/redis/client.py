@@ -229,7 +229,7 @@ class Clients:
     Attributes
     ----------
     corrupt : int
-        Values that were met and that are no rows.
+        Values that were seen and that are no rows.
     """
 
     def __init__(
