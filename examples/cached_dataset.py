@@ -117,7 +117,7 @@ def main() -> None:
 
     digits = Digits(options.items)
     print(f"{len(digits)} JPEG files of {LARGE} x {LARGE} pixels, {options.workers} workers", flush=True)
-    cached = CachedDataset(digits, options.cache_dir, memory_cache_size=options.memory, transform=augment)
+    cached = CachedDataset(digits, options.cache_dir, memory_size=options.memory, transform=augment)
     several = {"num_workers": options.workers, "persistent_workers": options.workers > 0}
     loaders = [DataLoader(data, 64, shuffle=True, **several) for data in (Augmented(digits), cached)]
     seconds: tuple[list[float], list[float]] = [], []

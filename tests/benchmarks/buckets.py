@@ -88,7 +88,7 @@ class Place:
         return tempfile.mkdtemp(dir=self.folder)
 
     def _given(self):
-        return {"storage_options": self.options, "memory_cache_size": 0}
+        return {"storage_options": self.options, "memory_size": 0}
 
 
 class Slow(Arrays):
@@ -154,7 +154,7 @@ def _large(report, place):
     progress("buckets: filling 1 GB")
     source = Arrays(LARGE, SHAPE)
     local = place.new()
-    with closing(CachedDataset(source, local, name="bench", memory_cache_size=0)) as data:
+    with closing(CachedDataset(source, local, name="bench", memory_size=0)) as data:
         data.warmup()
     place.fill(source)
     fs = place.fs()
@@ -166,7 +166,7 @@ def _large(report, place):
         target = place.new()
         plain.append(seconds(lambda: place.fs().get(objects, target + "/")))  # noqa: B023
         start = time.perf_counter()
-        with place.serve(local_dir=(local_dir := place.new()), disk_cache_size="4GB") as ours:
+        with place.serve(local_dir=(local_dir := place.new()), disk_size="4GB") as ours:
             made = time.perf_counter() - start
             first, taken = epoch(loader(ours, LARGE_BATCH))
             firsts.append(made + first)
@@ -174,9 +174,9 @@ def _large(report, place):
             while not all(head.with_suffix("").exists() for head in Path(local_dir).glob(f"*/*{HEAD}")):
                 time.sleep(0.1)  # until whole segments are here
             second.append(epoch(loader(ours, LARGE_BATCH))[1])
-        with closing(CachedDataset(None, local, memory_cache_size=0)) as here:
+        with closing(CachedDataset(None, local, memory_size=0)) as here:
             folder.append(epoch(loader(here, LARGE_BATCH))[1])
-        with place.serve(local_dir=place.new(), disk_cache_size=size // 4) as small:
+        with place.serve(local_dir=place.new(), disk_size=size // 4) as small:
             epoch(loader(small, LARGE_BATCH, workers=0))
             quarter.append(small.stats().bytes_down / (LARGE * np.prod(SHAPE) + size // 4))
     names = ("fs.get of the same objects", f"{OURS}, cold epoch", f"{OURS}, epoch 2", "a local folder")
@@ -211,7 +211,7 @@ def _filling(report, place):
         found.setdefault(name, []).append(seconds(function))
 
     def fill(source, folder):
-        with closing(CachedDataset(source, folder, name="bench", memory_cache_size=0)) as data:
+        with closing(CachedDataset(source, folder, name="bench", memory_size=0)) as data:
             data.warmup()
 
     for number in range(LARGE_ROUNDS):
@@ -246,24 +246,24 @@ def _opening(report, place):
     progress(f"buckets: {SEGMENTS} segments")
     source = torch.randn(SEGMENTS, 16)
     local, heads = place.new(), place.new()
-    with closing(CachedDataset(source, local, name="bench", memory_cache_size=0)) as data:
+    with closing(CachedDataset(source, local, name="bench", memory_size=0)) as data:
         for index in range(SEGMENTS):
             data[index]
             data.flush()
     place.fs().put(local + "/", f"{place.bucket}/folder", recursive=True)
-    with place.serve(local_dir=heads, disk_cache_size="1MB"):
+    with place.serve(local_dir=heads, disk_size="1MB"):
         pass  # the heads are there from now on
     found = {"heads in local_dir": [], "a local folder": []}
     for number in range(OPENINGS):
         progress(f"buckets: opening, {number + 1} of {OPENINGS}")
         for name, options in (
-            ("heads in local_dir", {"path": place.url, "local_dir": heads, "disk_cache_size": "1MB"}),
-            ("a local folder", {"path": local}),
+            ("heads in local_dir", {"cache_dir": place.url, "local_dir": heads, "disk_size": "1MB"}),
+            ("a local folder", {"cache_dir": local}),
         ):
             if "local_dir" in options:
                 options["storage_options"] = place.options
             start = time.perf_counter()
-            with closing(CachedDataset(None, memory_cache_size=0, **options)):
+            with closing(CachedDataset(None, memory_size=0, **options)):
                 found[name].append(time.perf_counter() - start)
     medians = {name: statistics.median(taken) for name, taken in found.items()}
     rows = [(name, duration(taken)) for name, taken in medians.items()]

@@ -36,7 +36,7 @@ def cold(report, root):
     for folder in folders:
         folder.mkdir()
     caches = {
-        OURS: partial(CachedDataset, source, folders[0], name="cold", memory_cache_size="1GB"),
+        OURS: partial(CachedDataset, source, folders[0], name="cold", memory_size="1GB"),
         TorchSave.name: partial(TorchSave, source, folders[1]),
         LmdbPickle.name: partial(LmdbPickle, source, folders[2], 1 << 30),
     }
@@ -108,7 +108,7 @@ def memory(report):
     source = Arrays(COUNT, LARGE)
     size = COUNT * (math.prod(LARGE) + 8)
     without = _pss(source)
-    cached = CachedDataset(source, memory_cache_size=2 * size)
+    cached = CachedDataset(source, memory_size=2 * size)
     with_cache = _pss(cached)
     cached.close()
     report.text(
@@ -143,7 +143,7 @@ class Counted(Arrays):
 def twice(report):
     """RAM for half of the samples, the disk has the others."""
     source, size = Counted(COUNT, MEDIUM), COUNT * (math.prod(MEDIUM) + 8)
-    cached = CachedDataset(source, memory_cache_size=size // 2, disk_cache_size=2 * size)
+    cached = CachedDataset(source, memory_size=size // 2, disk_size=2 * size)
     loader = four_workers(cached, BATCH, stay=False)  # what waits to be written is there when they end
     reads, hits, taken = [], [], []
     for epoch in range(3):

@@ -59,7 +59,7 @@ def _epochs(report, plot):
     if find_spec("stocaching"):
         caches[Stocaching.name] = partial(Stocaching, source)
     for share in SHARES:
-        caches[share] = partial(CachedDataset, source, memory_cache_size=int(share * room))
+        caches[share] = partial(CachedDataset, source, memory_size=int(share * room))
     found, order, kept = {name: [] for name in caches}, list(caches), {}
     for turn in range(ROUNDS):
         for name in order:
@@ -114,7 +114,7 @@ def _hits(report):
     for shape in SHAPES:
         source = Arrays(HITS, shape)
         with tempfile.TemporaryDirectory(prefix="torchcache2-") as folder:
-            ours = CachedDataset(source, memory_cache_size="1GB")
+            ours = CachedDataset(source, memory_size="1GB")
             peers = [ManagerDict(source), Joblib(source, folder)]
             peers += [Stocaching(source)] if find_spec("stocaching") else []
             caches = {OURS: ours, Plain.name: Plain(source)} | {peer.name: peer for peer in peers}

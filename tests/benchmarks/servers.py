@@ -70,7 +70,7 @@ def _batches(report, server):
     keys, new = list(range(SAMPLES)), iter(range(SAMPLES, 1 << 40))
     with (
         CacheLoader("redis", "test", hosts=server.url) as ours,
-        CacheLoader("local", "test", path=None) as shared,
+        CacheLoader("local", "test", cache_dir=None) as shared,
     ):
 
         def write():
@@ -111,7 +111,7 @@ def _batches(report, server):
 def _epochs(report, server):
     source = Arrays(COUNT, SHAPE)
     ours = CachedDataset(source, backend="redis", dataset_name="bench", hosts=server.url)
-    shared = CachedDataset(source, memory_cache_size="1GB")
+    shared = CachedDataset(source, memory_size="1GB")
     loaders = {
         OURS: four_workers(ours, BATCH),
         BAGUA: four_workers(Pickled(source, server.url), BATCH),

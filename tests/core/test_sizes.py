@@ -50,7 +50,7 @@ def test_a_budget_of_more_than_all_memory_is_all_of_it(size):
 @pytest.mark.parametrize("kind", ["module", "ranks", "dataset"])
 def test_rows_are_kept_with_such_a_budget(kind, monkeypatch):
     if kind == "dataset":
-        dataset = CachedDataset([torch.ones(3)] * 4, memory_cache_size=2**64)
+        dataset = CachedDataset([torch.ones(3)] * 4, memory_size=2**64)
         assert [len(dataset[i]) for i in (0, 0)] == [3, 3] and dataset.stats().hits == 1
         dataset.close()
         return

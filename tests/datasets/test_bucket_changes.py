@@ -22,9 +22,7 @@ COUNT = 60
 
 def fill(url, folder, capsys):
     """Fill a bucket through a local folder, in three segments."""
-    with contextlib.closing(
-        CachedDataset(Batched(COUNT), url, local_dir=folder, memory_cache_size=0)
-    ) as cached:
+    with contextlib.closing(CachedDataset(Batched(COUNT), url, local_dir=folder, memory_size=0)) as cached:
         for start in range(0, COUNT, 20):
             cached.__getitems__(list(range(start, start + 20)))
             cached.flush()
@@ -35,7 +33,7 @@ def fill(url, folder, capsys):
 
 def check_served(url):
     """All samples are in a bucket."""
-    with contextlib.closing(CachedDataset(None, url, memory_cache_size=0)) as cached:
+    with contextlib.closing(CachedDataset(None, url, memory_size=0)) as cached:
         for index, sample in enumerate(cached.__getitems__(list(range(COUNT)))):
             same(sample, sample_of(index, "dict"))
 
@@ -77,7 +75,7 @@ def test_a_head_of_a_terabyte_is_not_read(tmp_path, capsys):
     for file in segments(tmp_path / "local"):
         file.unlink()
         os.truncate(f"{file}.head", 1 << 40)
-    options = {"local_dir": tmp_path / "local", "memory_cache_size": 0}
+    options = {"local_dir": tmp_path / "local", "memory_size": 0}
     with contextlib.closing(CachedDataset(None, url, **options)) as cached:
         same(cached[COUNT - 1], sample_of(COUNT - 1, "dict"))
         assert cached.stats().corrupt >= 3
@@ -88,13 +86,13 @@ def test_the_local_folder_is_not_that_of_the_bucket(tmp_path):
     folder.mkdir()
     os.symlink(folder, link)
     for path in (folder, link):
-        with pytest.raises(OptionError, match="is the folder of path itself"):
+        with pytest.raises(OptionError, match="is the folder of cache_dir itself"):
             CachedDataset(Batched(COUNT), f"file://{folder}", local_dir=path)
     CachedDataset(Batched(COUNT), f"file://{folder}", local_dir=tmp_path / "another").close()
 
 
 def test_a_length_that_nobody_could_go_through_is_no_hang(tmp_path):
-    with contextlib.closing(CachedDataset(Batched(20), tmp_path, memory_cache_size=0)) as cached:
+    with contextlib.closing(CachedDataset(Batched(20), tmp_path, memory_size=0)) as cached:
         cached.__getitems__(list(range(20)))
     (file,) = tmp_path.glob("*/fingerprint.json")
     document = json.loads(file.read_bytes())
@@ -115,7 +113,7 @@ class Ragged:
 
 def test_rows_of_other_shapes_are_read_once_beside_a_damaged_one(tmp_path):
     """Those that were read at first must not be put together with themselves, which leaves places empty."""
-    options = {"memory_cache_size": 0, "compression": "none"}
+    options = {"memory_size": 0, "compression": "none"}
     with contextlib.closing(CachedDataset(Ragged(), f"file://{tmp_path}/bucket", **options)) as cached:
         cached.warmup(batch_size=COUNT)
     (file,) = segments(tmp_path / "bucket")

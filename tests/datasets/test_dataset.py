@@ -83,9 +83,9 @@ class Machine(RuleBasedStateMachine):
     def begin(self, batched, kind, memory, disk, has_path, policy):
         self.folder = tempfile.TemporaryDirectory(prefix="test-")
         self.plain = (Batched if batched else Texts)(COUNT, kind)
-        self.options = {"memory_cache_size": memory, "disk_cache_size": disk, "policy": policy}
+        self.options = {"memory_size": memory, "disk_size": disk, "policy": policy}
         if has_path:
-            self.options["path"] = self.folder.name + "/cache"
+            self.options["cache_dir"] = self.folder.name + "/cache"
         self.cached = CachedDataset(self.plain, **self.options)
 
     def check(self, indices, samples):
@@ -145,13 +145,13 @@ class Machine(RuleBasedStateMachine):
     def missing(self):
         assert set(self.cached.missing().tolist()) <= set(range(COUNT))
 
-    @precondition(lambda self: self.options["memory_cache_size"] != 0)
+    @precondition(lambda self: self.options["memory_size"] != 0)
     @rule()
     def warmup(self):
         done = self.cached.warmup(batch_size=5)
         assert done.found + done.computed == COUNT
         # The folder has all, if there is one.
-        if self.options["memory_cache_size"] == "10MB" and self.options["disk_cache_size"] in (
+        if self.options["memory_size"] == "10MB" and self.options["disk_size"] in (
             None,
             0,
             "10MB",
@@ -196,7 +196,7 @@ class Given(Dataset):
 
 
 def test_a_sample_does_not_depend_on_the_kind_of_int_that_asked_first():
-    cached = CachedDataset(Given(), memory_cache_size="1MB")
+    cached = CachedDataset(Given(), memory_size="1MB")
     for first, second in ((torch.tensor(3), 3), (np.int64(4), 4), (5, np.uint8(5)), (True, 1)):
         for index in (first, second):
             same(cached[index], {"index": int(index)})
@@ -209,7 +209,7 @@ class Spelled(str):
 
 
 def test_texts_are_taken_as_they_are():
-    cached = CachedDataset(Given(), memory_cache_size="1MB")
+    cached = CachedDataset(Given(), memory_size="1MB")
     for index in ("a", np.str_("a\0"), Spelled("b"), "\ud800", "", b"a", np.bytes_(b"a"), "b", "1", 1, b"1"):
         for _ in range(2):
             given = cached[index]["index"]
@@ -221,7 +221,7 @@ def test_texts_are_taken_as_they_are():
     "index", [torch.tensor([3]), torch.tensor([1, 2]), np.array([3]), 1.0, None, (1, 2), slice(0, 2), [1]]
 )
 def test_what_is_no_index_is_an_error(index):
-    cached = CachedDataset(torch.arange(9.0), memory_cache_size="1MB")
+    cached = CachedDataset(torch.arange(9.0), memory_size="1MB")
     assert cached[3] == cached[3]
     with pytest.raises(TypeError, match="one int, str or bytes at a time"):
         cached[index]
@@ -241,7 +241,7 @@ class Untold(Given):
 
 def test_a_dataset_need_not_tell_its_length():
     for source in (Endless(), Untold()):
-        cached = CachedDataset(CachedDataset(source, memory_cache_size="1MB"), memory_cache_size="1MB")
+        cached = CachedDataset(CachedDataset(source, memory_size="1MB"), memory_size="1MB")
         assert [cached[2], cached[2]] == [{"index": 2}] * 2
         with pytest.raises((TypeError, NotImplementedError)):
             len(cached)
@@ -270,7 +270,7 @@ class Noise:
 def test_generators_of_the_dataset_are_watched_even_if_it_has_a_name(name, log):
     plain = Drawing()
     expected = [plain[3] for _ in range(3)]
-    cached = CachedDataset(Drawing(), memory_cache_size="1MB", name=name)
+    cached = CachedDataset(Drawing(), memory_size="1MB", name=name)
     assert [cached[3] for _ in range(3)] == expected
     assert len(warnings_of(log)) == 1 and "draws random numbers" in warnings_of(log)[0].getMessage()
     assert cached.stats().bypasses == {"random": 3}
@@ -290,7 +290,7 @@ class Refusing(Dataset):
 
 
 def test_the_first_sample_that_cannot_be_stored_is_an_error_that_names_it():
-    cached = CachedDataset(Refusing(1000), memory_cache_size="1MB")
+    cached = CachedDataset(Refusing(1000), memory_size="1MB")
     with pytest.raises(OutputError, match=r"sample\['more'\]\[0\] is a builtins.set.*list\(sample\['more'\]"):
         cached[1]
     with pytest.raises(OutputError):
@@ -299,7 +299,7 @@ def test_the_first_sample_that_cannot_be_stored_is_an_error_that_names_it():
 
 @pytest.mark.parametrize("has_path", [False, True])
 def test_later_ones_are_returned_uncached_with_one_warning(log, path, has_path):
-    options = {"path": path if has_path else None, "memory_cache_size": "1MB"}
+    options = {"cache_dir": path if has_path else None, "memory_size": "1MB"}
     cached = CachedDataset(Refusing(), **options)
     for _ in range(2):
         assert cached.__getitems__([1, 0, 3]) == [Refusing()[index] for index in (1, 0, 3)]
@@ -313,7 +313,7 @@ def test_later_ones_are_returned_uncached_with_one_warning(log, path, has_path):
 
 def test_a_sample_whose_type_would_not_come_back_is_not_stored():
     shape = torch.Size([1, 2])
-    cached = CachedDataset([0, shape], memory_cache_size="1MB", name="shapes")
+    cached = CachedDataset([0, shape], memory_size="1MB", name="shapes")
     same([cached[index] for index in (0, 1, 1)], [0, shape, shape])
 
 
@@ -325,7 +325,7 @@ class Hidden(Given):
 
 
 def test_attributes_are_those_of_the_dataset():
-    cached = CachedDataset(Hidden(), memory_cache_size="1MB")
+    cached = CachedDataset(Hidden(), memory_size="1MB")
     for one in (cached, pickle.loads(pickle.dumps(cached)), copy.deepcopy(cached), copy.copy(cached)):
         assert (one._hidden, one._other, len(one), one[3]) == (3, 4, 9, {"index": 3})
         assert not hasattr(one, "absent") and not hasattr(one, "__array__") and hasattr(one, "__getitems__")
@@ -351,7 +351,7 @@ class Staged(Dataset):
 
 
 def test_a_method_that_changes_the_dataset_ends_the_cache(log):
-    staged = CachedDataset(Staged(), memory_cache_size="1MB")
+    staged = CachedDataset(Staged(), memory_size="1MB")
     assert [staged[1], staged[1]] == [1, 1]
     staged.set_epoch(0)
     assert staged[1] == 1
@@ -439,7 +439,7 @@ def test_a_source_that_draws_random_numbers_is_as_without_the_cache(log, kind, p
     if idle:  # which could be what draws
         thread.start()
     try:
-        cached = CachedDataset(Augmented(kind, pool=pool), memory_cache_size="1MB")
+        cached = CachedDataset(Augmented(kind, pool=pool), memory_size="1MB")
         assert epochs(cached) == expected
     finally:
         done.set()
@@ -453,7 +453,7 @@ def test_a_source_that_draws_random_numbers_is_as_without_the_cache(log, kind, p
 def test_a_source_that_draws_for_one_sample_only_is_as_without_the_cache(log, kind):
     plain = Augmented(kind, every=50)
     plain.__getitems__ = lambda indices: [plain[index] for index in indices]
-    cached = CachedDataset(Augmented(kind, every=50), memory_cache_size="1MB")
+    cached = CachedDataset(Augmented(kind, every=50), memory_size="1MB")
     assert epochs(cached) == epochs(plain)
     assert len(warnings_of(log)) == 1
 
@@ -474,11 +474,11 @@ def test_what_is_loaded_while_others_find_random_numbers_is_not_kept(path, monke
 
 def test_samples_that_seed_a_generator_are_cached_if_allowed(log):
     expected = [Augmented("torch", seeds=True)[index] for index in range(50)]
-    cached = CachedDataset(Augmented("torch", seeds=True), memory_cache_size="1MB", allow_random=True)
+    cached = CachedDataset(Augmented("torch", seeds=True), memory_size="1MB", allow_random=True)
     for _ in range(2):
         assert [cached[index] for index in range(50)] == expected
     assert cached.stats().hits == 50 and warnings_of(log) == []
-    cached = CachedDataset(Augmented("torch", seeds=True), memory_cache_size="1MB")
+    cached = CachedDataset(Augmented("torch", seeds=True), memory_size="1MB")
     for _ in range(2):
         assert [cached[index] for index in range(50)] == expected
     assert cached.stats().hits == 0 and len(warnings_of(log)) == 1
@@ -489,7 +489,7 @@ def noise(sample):
 
 
 def test_a_transform_runs_after_the_cache_each_time(log):
-    cached = CachedDataset(torch.arange(50.0), memory_cache_size="1MB", transform=noise)
+    cached = CachedDataset(torch.arange(50.0), memory_size="1MB", transform=noise)
     with seeded() as numbers:
         numbers += [sample for _ in range(2) for sample in cached.__getitems__(list(range(50)))]
     with seeded() as expected:
@@ -501,7 +501,7 @@ def test_reading_and_warming_up_draw_nothing():
     with seeded() as untouched:
         pass
     with seeded() as numbers:
-        cached = CachedDataset(Counted(50), memory_cache_size="1MB", verify=0.5)
+        cached = CachedDataset(Counted(50), memory_size="1MB", verify=0.5)
         cached.warmup(batch_size=7)
         cached.warmup()
         cached.__getitems__(list(range(50)))
@@ -522,7 +522,7 @@ def test_samples_that_are_asked_for_one_by_one_are_those_of_a_batch_and_own_thei
         {"image": torch.full((3, 4), index), "box": np.full(2, index), "name": str(index), "none": None}
         for index in range(20)
     ]
-    with contextlib.closing(CachedDataset(samples, memory_cache_size="1MB")) as cached:
+    with contextlib.closing(CachedDataset(samples, memory_size="1MB")) as cached:
         cached.__getitems__(list(range(20)))
         for index in range(20):
             same(cached[index], samples[index])
@@ -543,7 +543,7 @@ def test_samples_that_are_asked_for_one_by_one_are_those_of_a_batch_and_own_thei
 
 
 def test_threads_read_one_dataset(tmp_path):
-    cached = CachedDataset(Counted(60), memory_cache_size="40kB", disk_cache_size="1MB")
+    cached = CachedDataset(Counted(60), memory_size="40kB", disk_size="1MB")
     expected = [Counted(60)[index] for index in range(60)]
 
     def read(seed):
@@ -579,7 +579,7 @@ class Live(Dataset):
 def test_verify_finds_that_samples_have_changed(tmp_path, log, memory):
     file = tmp_path / "value"
     file.write_text("1")
-    options = {"path": tmp_path / "cache", "memory_cache_size": memory}
+    options = {"cache_dir": tmp_path / "cache", "memory_size": memory}
     for verify in (0.0, 1.0):
         cached = CachedDataset(Live(file), **options, verify=verify)
         assert cached.__getitems__([3, 4]) == [(1, 3), (1, 4)]
@@ -599,7 +599,7 @@ def test_verify_finds_that_samples_have_changed(tmp_path, log, memory):
 
 
 def test_a_folder_that_is_deleted_or_cannot_be_written_loses_samples_only(tmp_path, log):
-    for number, options in enumerate([{"memory_cache_size": 0}, {"memory_cache_size": "1MB"}]):
+    for number, options in enumerate([{"memory_size": 0}, {"memory_size": "1MB"}]):
         folder = tmp_path / f"{number}" / "cache"
         cached = CachedDataset(Batched(20), folder, **options)
         for _ in range(3):
@@ -616,7 +616,7 @@ def test_damaged_segments_are_misses(tmp_path, log, kind, how):
     chance = random.Random(0)
     for seed in range(20 if SOAK else 1):
         folder = tmp_path / f"{seed}"
-        with contextlib.closing(CachedDataset(Batched(20, kind), folder, memory_cache_size=0)) as cached:
+        with contextlib.closing(CachedDataset(Batched(20, kind), folder, memory_size=0)) as cached:
             cached.__getitems__(list(range(20)))
         files = segments(folder)
         for file in files:
@@ -631,7 +631,7 @@ def test_damaged_segments_are_misses(tmp_path, log, kind, how):
             file.write_bytes(data)
             if how == "gone":
                 file.unlink()
-        with contextlib.closing(CachedDataset(Batched(20, kind), folder, memory_cache_size=0)) as cached:
+        with contextlib.closing(CachedDataset(Batched(20, kind), folder, memory_size=0)) as cached:
             for _ in range(2):
                 for index, sample in enumerate(cached.__getitems__(list(range(20)))):
                     same(sample, sample_of(index, kind))
@@ -650,7 +650,7 @@ def ids_of(batch):
 def test_other_datasets_may_be_around_it_and_inside(path):
     plain = Batched(30, "coco")
     some = [3, -1, 7, 7, 0]
-    options = {"memory_cache_size": "1MB"}
+    options = {"memory_size": "1MB"}
     pairs = [
         (Subset(plain, some), lambda: Subset(CachedDataset(plain, **options), some)),
         (Subset(plain, some), lambda: CachedDataset(Subset(plain, some), **options)),
@@ -689,7 +689,7 @@ def test_a_loader_does_with_it_what_it_does_with_the_dataset():
         ("tensor", {"batch_sampler": [[3, 4], [], [5, 3]], "collate_fn": list}),
     ]:
         plain = Counted(10, kind)
-        cached = CachedDataset(plain, memory_cache_size="1MB")
+        cached = CachedDataset(plain, memory_size="1MB")
         for _ in range(2):
             orders = []
             for source in (plain, cached):
@@ -710,7 +710,7 @@ class Failing(Counted):
 
 
 def test_errors_of_the_dataset_pass(log):
-    cached = CachedDataset(Failing(10), memory_cache_size="1MB")
+    cached = CachedDataset(Failing(10), memory_size="1MB")
     for _ in range(2):
         for ask in (lambda: cached[3], lambda: cached.__getitems__([2, 3])):
             with pytest.raises(KeyError, match="the third"):
@@ -724,7 +724,7 @@ def test_errors_of_the_dataset_pass(log):
 # Filling it
 
 
-@pytest.mark.parametrize("options", [{"memory_cache_size": "1MB"}, {"memory_cache_size": 0}])
+@pytest.mark.parametrize("options", [{"memory_size": "1MB"}, {"memory_size": 0}])
 def test_warmup_goes_on_where_it_was_interrupted(path, options):
     class Interrupted(Counted):
         stops = True
@@ -752,32 +752,32 @@ def test_warmup_goes_on_where_it_was_interrupted(path, options):
 
 def test_warmup_tells_what_is_wrong(path):
     with pytest.raises(KeyError, match="the third"):
-        CachedDataset(Failing(10), memory_cache_size="1MB").warmup()
+        CachedDataset(Failing(10), memory_size="1MB").warmup()
     with pytest.raises(OutputError, match="a builtins"):
-        CachedDataset([{1}, {2}], memory_cache_size="1MB", name="sets").warmup()
+        CachedDataset([{1}, {2}], memory_size="1MB", name="sets").warmup()
     with pytest.raises(NotCachedError, match="random"):
-        CachedDataset(Drawing(), memory_cache_size="1MB").warmup()
-    cached = CachedDataset([], memory_cache_size="1MB")
+        CachedDataset(Drawing(), memory_size="1MB").warmup()
+    cached = CachedDataset([], memory_size="1MB")
     done = cached.warmup()
     assert (done.computed, done.found, cached.missing().tolist()) == (0, 0, [])
     cached.close()
     with pytest.raises(NotCachedError, match="closed"):
         cached.warmup()
-    cached = CachedDataset(Refusing(), memory_cache_size="1MB")
+    cached = CachedDataset(Refusing(), memory_size="1MB")
     assert cached.warmup(batch_size=4).computed == 10
     assert cached.missing().tolist() == [1, 3, 5, 7, 9]
 
 
 @pytest.mark.parametrize("where", ["folder", "filled folder", "ranks", "bucket"])
 def test_datasets_of_one_name_and_other_lengths_are_apart(path, monkeypatch, where):
-    options = {"path": {"ranks": None, "bucket": f"file://{path}"}.get(where, path), "name": "scans"}
+    options = {"cache_dir": {"ranks": None, "bucket": f"file://{path}"}.get(where, path), "name": "scans"}
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2" if where == "ranks" else "1")
     monkeypatch.setenv("TORCHCACHE_JOB", str(path))
     given = [range(100), range(1000, 1010), range(2000, 2011)]
     if where == "filled folder":
         with contextlib.closing(CachedDataset(given[0], **options)) as first:
             first.warmup()
-    made = [CachedDataset(values, memory_cache_size="1MB", **options) for values in (*given, given[1])]
+    made = [CachedDataset(values, memory_size="1MB", **options) for values in (*given, given[1])]
     for cached, values in zip(made, (*given, given[1]), strict=True):
         assert [cached[1], *cached.__getitems__([2, 3])] == [values[1], values[2], values[3]]
         cached.flush()
@@ -793,7 +793,7 @@ def test_ranks_share_the_work_of_a_warmup(path, monkeypatch):
     handles = []
     for rank in range(3):
         monkeypatch.setenv("RANK", str(rank))
-        handles.append(CachedDataset(Counted(20, log=log), path, memory_cache_size="1MB"))
+        handles.append(CachedDataset(Counted(20, log=log), path, memory_size="1MB"))
         handles[-1].warmup(batch_size=3)
     assert noted(log) == dict.fromkeys(map(str, range(20)), 1)
     for handle in handles:
@@ -805,12 +805,12 @@ def test_ranks_share_the_work_of_a_warmup(path, monkeypatch):
 
 
 def test_memory_and_descriptors_go_with_the_dataset():
-    CachedDataset([1], memory_cache_size="1MB")[0]
+    CachedDataset([1], memory_size="1MB")[0]
     gc.collect()
     before, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
     for disk in (0, "1MB"):
         for _ in range(10):
-            cached = CachedDataset(Batched(20), memory_cache_size="30kB", disk_cache_size=disk)
+            cached = CachedDataset(Batched(20), memory_size="30kB", disk_size=disk)
             cached.__getitems__(list(range(20)))
             copy.deepcopy(cached)[3]
         del cached
@@ -824,7 +824,7 @@ def test_samples_take_nothing_of_dev_shm():
             return [line.split()[-1] for line in file if "/dev/shm" in line]
 
     before = mapped()
-    cached = CachedDataset(Batched(500, "large"), memory_cache_size="20MB")
+    cached = CachedDataset(Batched(500, "large"), memory_size="20MB")
     cached.__getitems__(list(range(500)))
     assert cached.stats().memory_bytes > 500 * 2700
     assert mapped() == before
@@ -838,9 +838,7 @@ def test_samples_take_nothing_of_dev_shm():
 def test_many_samples_are_few_files(path, kind):
     count = {"ragged": 100_000, "coco": 50_000}[kind] if SOAK else 1000
     for run in range(2):
-        with contextlib.closing(
-            CachedDataset(Batched(count, kind), path, memory_cache_size="200kB")
-        ) as cached:
+        with contextlib.closing(CachedDataset(Batched(count, kind), path, memory_size="200kB")) as cached:
             order = np.random.default_rng(run).permutation(count)
             for indices in np.array_split(order, count // 64):
                 for index, sample in zip(
@@ -859,7 +857,7 @@ class Named(CachedDataset):
     """Somebody's own, with an attribute and a method."""
 
     def __init__(self, dataset, **options):
-        super().__init__(dataset, memory_cache_size="1MB", **options)
+        super().__init__(dataset, memory_size="1MB", **options)
         self.extra = [5]
 
     def __getitem__(self, index):
@@ -893,19 +891,17 @@ class Epochs(Dataset):
 
 @pytest.mark.parametrize("name", [None, "epochs"])
 def test_a_method_that_changes_the_dataset_ends_caching(log, path, name):
-    cached = CachedDataset(Epochs(), path, memory_cache_size="1MB", name=name)
+    cached = CachedDataset(Epochs(), path, memory_size="1MB", name=name)
     assert [cached[3], cached[3], cached.set_nothing(4), cached[3]] == [3, 3, 4, 3]
     assert warnings_of(log) == []
     for epoch in (1, 2):
         cached.set_epoch(epoch)
         assert [cached[3], cached[3], cached[5]] == [100 * epoch + 3, 100 * epoch + 3, 100 * epoch + 5]
     assert len(warnings_of(log)) == 1
-    assert CachedDataset(Epochs(), path, memory_cache_size="1MB", name=name)[3] == 3
+    assert CachedDataset(Epochs(), path, memory_size="1MB", name=name)[3] == 3
 
 
-@pytest.mark.parametrize(
-    "options", [{"memory_cache_size": "1MB"}, {"memory_cache_size": 0, "disk_cache_size": "1MB"}]
-)
+@pytest.mark.parametrize("options", [{"memory_size": "1MB"}, {"memory_size": 0, "disk_size": "1MB"}])
 @pytest.mark.parametrize("mode", [lambda: torch.device("meta"), torch.inference_mode, torch.no_grad])
 def test_modes_of_torch_do_not_change_samples(options, mode):
     cached = CachedDataset(Batched(9, "coco"), **options)
@@ -935,7 +931,7 @@ class Hooked(Live):
 def test_a_sample_that_is_on_its_way_does_not_survive_a_clear(path, memory, when, monkeypatch):
     file = path.parent / "value"
     file.write_text("1")
-    options = {"path": path, "memory_cache_size": memory, "name": "live"}
+    options = {"cache_dir": path, "memory_size": memory, "name": "live"}
     if when == "reading":
         with contextlib.closing(CachedDataset(Hooked(file), **options)) as cached:
             assert cached.__getitems__([3, 4]) == [(1, 3), (1, 4)]

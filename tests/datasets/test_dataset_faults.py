@@ -26,7 +26,7 @@ class NeverNothing(Counted):
 
 
 def test_the_source_is_never_asked_for_no_samples():
-    cached = CachedDataset(NeverNothing(3, "tensor"), memory_cache_size="1MB", verify=1e-9)
+    cached = CachedDataset(NeverNothing(3, "tensor"), memory_size="1MB", verify=1e-9)
     for _ in range(2):
         torch.testing.assert_close(cached[1], NeverNothing(3, "tensor")[1])
     assert cached.__getitems__([]) == []
@@ -40,14 +40,14 @@ class Collated(Counted):
 
 
 def test_a_batch_in_place_of_samples_is_an_error():
-    cached = CachedDataset(Collated(4), memory_cache_size="1MB")
+    cached = CachedDataset(Collated(4), memory_size="1MB")
     for count in (2, 3):  # there are as many keys as samples, or not
         with pytest.raises(TypeError, match=r"Collated.__getitems__ has given a dict.*list with one sample"):
             cached.__getitems__(list(range(count)))
 
 
 def test_options_are_called_by_their_own_names():
-    with pytest.raises(OptionError, match=r"^path=''"):
+    with pytest.raises(OptionError, match=r"^cache_dir=''"):
         CachedDataset([1], "")
     for option, name in (("memory_cache_size", "memory_size"), ("disk_cache_size", "disk_size")):
         with pytest.raises(OptionError, match=f"LazyShardDataset has no option '{option}': it is {name}"):
@@ -58,12 +58,12 @@ def test_options_are_called_by_their_own_names():
     ("memory", "disk", "has_path", "text"),
     [
         ("1kB", 0, False, "are loaded in each epoch: raise the budgets of memory or disk"),
-        ("1kB", "1kB", True, "the budgets of memory or disk; disk_cache_size='24.2 kB' has room for all"),
+        ("1kB", "1kB", True, "the budgets of memory or disk; disk_size='24.2 kB' has room for all"),
         (
             "2MB",
             "1kB",
             True,
-            "items/s). Later runs find only what fits on disk; disk_cache_size='24.2 kB' has room for all",
+            "items/s). Later runs find only what fits on disk; disk_size='24.2 kB' has room for all",
         ),
         ("1kB", "2MB", True, "What does not fit in memory is read from the disk"),
         ("20kB", "20kB", False, "What does not fit in memory is read from the disk"),
@@ -71,7 +71,7 @@ def test_options_are_called_by_their_own_names():
 )
 def test_the_line_of_cost_says_what_does_not_fit(memory, disk, has_path, text, path, capfd, monkeypatch):
     monkeypatch.setitem(sys.modules, "tqdm", None)  # as if it was not installed
-    options = {"memory_cache_size": memory, "disk_cache_size": disk}
+    options = {"memory_size": memory, "disk_size": disk}
     CachedDataset(Counted(250, "tensor"), path if has_path else None, **options).warmup()
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "250 items" in line]
     assert line.endswith(text)
@@ -80,11 +80,11 @@ def test_the_line_of_cost_says_what_does_not_fit(memory, disk, has_path, text, p
 @pytest.mark.parametrize("has_path", [False, True])
 def test_memory_that_is_full_is_warned_of_once(has_path, path, log):
     cached = CachedDataset(
-        Counted(600, "tensor"), path if has_path else None, memory_cache_size=30_000, disk_cache_size=0
+        Counted(600, "tensor"), path if has_path else None, memory_size=30_000, disk_size=0
     )
     cached.warmup()
     (record,) = [record for record in log if record.levelno >= logging.WARNING]
-    assert "memory_cache_size is used up" in record.getMessage()
+    assert "memory_size is used up" in record.getMessage()
 
 
 class Wide(Counted):
@@ -99,7 +99,7 @@ def test_workers_divide_memory_that_they_cannot_share(monkeypatch, capfd):
         raise SharingError("there is no /proc")
 
     monkeypatch.setattr(make, "SharedTier", refuse)
-    cached = CachedDataset(Wide(200), memory_cache_size="1MB")
+    cached = CachedDataset(Wide(200), memory_size="1MB")
     loader = DataLoader(cached, 10, num_workers=2, multiprocessing_context="fork", persistent_workers=True)
     for _ in range(2):
         assert [batch[:, -1].tolist() for batch in loader] == torch.arange(200).view(20, 10).tolist()
@@ -121,7 +121,7 @@ def as_it_is(batch):
 
 @pytest.mark.parametrize("method", ["fork", *["spawn"] * SOAK])
 def test_workers_warn_once_for_all(method, path, capfd):
-    cached = CachedDataset(Refusing(40), path, memory_cache_size="1MB", disk_cache_size=30_000)
+    cached = CachedDataset(Refusing(40), path, memory_size="1MB", disk_size=30_000)
     for _ in range(2 if method == "fork" else 1):
         for _ in DataLoader(cached, 10, num_workers=2, multiprocessing_context=method, collate_fn=as_it_is):
             pass

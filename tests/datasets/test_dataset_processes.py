@@ -75,10 +75,10 @@ EPOCHS = """
 if __name__ == "__main__":
     folder, method, persistent, shuffle = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
     levels = [
-        {"memory_cache_size": "10MB"},
-        {"memory_cache_size": "10MB", "path": folder + "/both"},
-        {"memory_cache_size": 0, "path": folder + "/disk"},
-        {"memory_cache_size": "33kB", "disk_cache_size": "10MB"},
+        {"memory_size": "10MB"},
+        {"memory_size": "10MB", "cache_dir": folder + "/both"},
+        {"memory_size": 0, "cache_dir": folder + "/disk"},
+        {"memory_size": "33kB", "disk_size": "10MB"},
     ]
     if method != "fork":
         levels = levels[1:2]
@@ -91,7 +91,7 @@ if __name__ == "__main__":
             cached, 8, bool(shuffle), num_workers=2 if method == "fork" else 1,
             persistent_workers=bool(persistent), collate_fn=list, multiprocessing_context=method,
         )
-        keeps = options["memory_cache_size"] == "10MB" or not persistent  # else rows wait in other workers
+        keeps = options["memory_size"] == "10MB" or not persistent  # else rows wait in other workers
         for epoch in range(1, 3):
             read(loader, 60)
             assert max(noted(log).values()) <= (1 if keeps else 2), (options, epoch, noted(log))
@@ -101,7 +101,7 @@ if __name__ == "__main__":
         del loader
         gc.collect()
         assert cached.missing().tolist() == []
-        if "path" in options:
+        if "cache_dir" in options:
             cached.close()
             again = CachedDataset(Batched(60, "coco", log), **options)
             assert again.missing().tolist() == []
@@ -143,7 +143,7 @@ if __name__ == "__main__":
         path = f"{folder}/{number}"
         for method in ("clear", "kill"):
             open(folder + "/value", "w").write("1")
-            cached = CachedDataset(Live(folder + "/value"), path, memory_cache_size=memory)
+            cached = CachedDataset(Live(folder + "/value"), path, memory_size=memory)
             loader = DataLoader(cached, 2, num_workers=2, persistent_workers=True, collate_fn=list)
             for epoch in range(2):
                 assert {value for batch in loader for value, _ in batch} == {1}
@@ -156,7 +156,7 @@ if __name__ == "__main__":
             del loader
             gc.collect()
             cached.close()
-            cached = CachedDataset(Live(folder + "/value"), path, memory_cache_size=memory)
+            cached = CachedDataset(Live(folder + "/value"), path, memory_size=memory)
             assert {cached[index] for index in range(20)} == {(2, index) for index in range(20)}
             cached.clear()
             cached.close()
@@ -180,7 +180,7 @@ class Rare(Dataset):
 
 if __name__ == "__main__":
     folder = sys.argv[1]
-    cached = CachedDataset(Rare(), folder + "/cache", memory_cache_size="1MB")
+    cached = CachedDataset(Rare(), folder + "/cache", memory_size="1MB")
     for epoch in range(2):
         for sample in DataLoader(cached, None, num_workers=2):
             pass
@@ -207,7 +207,7 @@ join()
 folder, memory = ARGUMENTS
 log = folder + "/log"
 cached = CachedDataset(
-    Batched(60, "coco", log), folder + "/cache", memory_cache_size=memory
+    Batched(60, "coco", log), folder + "/cache", memory_size=memory
 )
 sampler = DistributedSampler(cached, WORLD, RANK, shuffle=True, drop_last=True)
 loader = DataLoader(cached, 5, sampler=sampler, num_workers=2, collate_fn=list)
@@ -251,10 +251,10 @@ if __name__ == "__main__":
     folder = sys.argv[1]
     for number, options in enumerate(
         [
-            {"memory_cache_size": "10MB"},
-            {"memory_cache_size": "10MB", "path": folder + "/both"},
-            {"memory_cache_size": 0, "path": folder + "/disk"},
-            {"memory_cache_size": "33kB", "disk_cache_size": "10MB"},
+            {"memory_size": "10MB"},
+            {"memory_size": "10MB", "cache_dir": folder + "/both"},
+            {"memory_size": 0, "cache_dir": folder + "/disk"},
+            {"memory_size": "33kB", "disk_size": "10MB"},
         ]
     ):
         log = f"{folder}/log{number}"
@@ -278,7 +278,7 @@ if __name__ == "__main__":
         assert (cached.stats().corrupt, cached.stats().faults) == (0, 0)
         cached.warmup()
         cached.close()
-        if "path" in options:
+        if "cache_dir" in options:
             again = CachedDataset(Deadly(60, "coco", log), **options)
             assert again.missing().tolist() == []
             read(again, 60)
@@ -320,14 +320,14 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     "levels",
     [
-        {"memory_cache_size": "100kB", "disk_cache_size": "10MB"},
-        {"memory_cache_size": "10MB", "path": "cache"},
+        {"memory_size": "100kB", "disk_size": "10MB"},
+        {"memory_size": "10MB", "cache_dir": "cache"},
     ],
     ids=["temporary", "lasting"],
 )
 def test_a_main_process_that_is_killed_leaves_nothing(tmp_path, levels):
-    if "path" in levels:
-        levels = levels | {"path": str(tmp_path / "cache")}
+    if "cache_dir" in levels:
+        levels = levels | {"cache_dir": str(tmp_path / "cache")}
     options = {"env": {"TMPDIR": os.path.realpath(tmp_path / "tmp")}}
     arguments = [tmp_path, "first", json.dumps(levels)]
     process = warm.start(text_of(KILLED_MAIN), *arguments, **options).until("5\n5\n5\n5\n5\n5\n5\n5\n")
@@ -393,7 +393,7 @@ if __name__ == "__main__":
         plain = cached._recipe.dataset
     else:
         plain = scaled.Scaled(**options)
-        cached = CachedDataset(plain, folder + "/cache", memory_cache_size="1MB", **more)
+        cached = CachedDataset(plain, folder + "/cache", memory_size="1MB", **more)
     for index in range(len(plain)):
         same(cached[index], plain[index])
         same(cached[index], plain[index])
@@ -506,9 +506,9 @@ if __name__ == "__main__":
     for turn in itertools.count():
         kind = chance.choice(["dict", "coco", "ragged"])
         options = {
-            "path": chance.choice([None, f"{folder}/{turn}"]),
-            "memory_cache_size": chance.choice([0, "33kB", "100kB", "10MB"]),
-            "disk_cache_size": chance.choice([20_000, "1MB"]),
+            "cache_dir": chance.choice([None, f"{folder}/{turn}"]),
+            "memory_size": chance.choice([0, "33kB", "100kB", "10MB"]),
+            "disk_size": chance.choice([20_000, "1MB"]),
             "policy": chance.choice(["mru", "lru"]),
             "verify": chance.choice([0.0, 0.0, 0.1]),
         }
@@ -559,7 +559,7 @@ def test_processes_that_come_and_go_and_are_killed_read_right_samples(tmp_path):
 PERSISTENT = """
 if __name__ == "__main__":
     source = Counted(200, "coco", log=sys.argv[1])
-    dataset = CachedDataset(source, memory_cache_size=0, disk_cache_size="100MB")
+    dataset = CachedDataset(source, memory_size=0, disk_size="100MB")
     loader = DataLoader(dataset, 20, shuffle=True, num_workers=2, persistent_workers=True, collate_fn=list)
     loads = []
     for _ in range(3):
@@ -597,7 +597,7 @@ def edited(samples):
 
 
 if __name__ == "__main__":
-    dataset = CachedDataset(Scans(40), memory_cache_size="10MB")
+    dataset = CachedDataset(Scans(40), memory_size="10MB")
     kept = []
     for _ in range(3):
         for values in DataLoader(dataset, 8, num_workers=1, collate_fn=edited):

@@ -214,7 +214,7 @@ def with_attribute(dataset):
 
 
 def cached(dataset, **options):
-    return CachedDataset(dataset, memory_cache_size=0, **options)
+    return CachedDataset(dataset, memory_size=0, **options)
 
 
 def lines(before, now):

@@ -159,7 +159,7 @@ def test_machines_are_dealt_anew_and_find_what_another_rank_has_loaded(shard, mo
 
 @pytest.mark.parametrize("lasts", [False, True])
 def test_mode_disk_keeps_nothing_in_memory(shard, path, lasts):
-    where = {"path": path} if lasts else {"disk_size": "1MB"}
+    where = {"cache_dir": path} if lasts else {"disk_size": "1MB"}
     dataset = shard(mode="disk", memory_size=0.5, **where)
     for _ in range(2):
         assert numbers(dataset) == list(range(100))
@@ -263,7 +263,7 @@ def test_ranks_of_machines_that_differ_have_one_bound(shard, monkeypatch):
 def test_the_bound_of_even_shards_is_in_bytes(shard, path):
     equal = {"rank": 0, "num_replicas": 3, "overflow": 0, "even": "drop"}
     assert len(shard(**equal, memory_size=1000)) == 3
-    for sizes in ({"memory_size": 0.5}, {"disk_size": 0.5}, {"path": path}):
+    for sizes in ({"memory_size": 0.5}, {"disk_size": 0.5}, {"cache_dir": path}):
         with pytest.raises(OptionError, match=r"overflow=0, even='drop': .* have to be bytes, or texts"):
             shard(**equal, **sizes)
     assert len(shard(**equal | {"even": None}, memory_size=0.5)) == 34
@@ -384,9 +384,9 @@ def test_memory_that_cannot_be_shared_is_told(shard, log, monkeypatch):
         ({"memory_size": -1}, "memory_size=-1: expected bytes as an int"),
         ({"memory_size": 1.5}, r"memory_size=1\.5: expected bytes as an int"),
         ({"disk_size": "much"}, "disk_size='much': expected bytes as an int"),
-        ({"mode": "disk"}, "mode='disk' keeps samples on the disk only: give it a path, or a disk_size"),
-        ({"mode": "disk", "path": "here", "disk_size": 0}, "mode='disk' keeps samples on the disk only"),
-        ({"path": "here", "disk_cache_path": "there"}, "path='here' and disk_cache_path='there'"),
+        ({"mode": "disk"}, "mode='disk' keeps samples on the disk only: give it a cache_dir, or a disk_size"),
+        ({"mode": "disk", "cache_dir": "here", "disk_size": 0}, "mode='disk' keeps samples on the disk only"),
+        ({"cache_dir": "here", "disk_cache_path": "there"}, "cache_dir='here' and disk_cache_path='there'"),
         ({"compress": True}, "compress"),
         (
             {"mode": "node", "rank": 1, "num_replicas": 4},

@@ -23,10 +23,10 @@ from torchcache2.datasets.identity import identify_prefix
 SOAK = bool(os.environ.get("SOAK"))
 KEYS = [0, 1, -1, 2**63 - 1, -(2**63), 2**64, -(2**200), "", "1", "é", "\ud800", "x" * 999, b"", b"1", b"\0"]
 LOCAL = {
-    "memory": {"memory_cache_size": "10MB"},
-    "both": {"memory_cache_size": "10MB", "path": True},
-    "folder": {"memory_cache_size": 0, "path": True},
-    "scratch": {"memory_cache_size": "33kB", "disk_cache_size": "10MB"},
+    "memory": {"memory_size": "10MB"},
+    "both": {"memory_size": "10MB", "cache_dir": True},
+    "folder": {"memory_size": 0, "cache_dir": True},
+    "scratch": {"memory_size": "33kB", "disk_size": "10MB"},
 }
 
 
@@ -34,7 +34,7 @@ LOCAL = {
 def options(request, path):
     """Options of a loader, in places where values may be."""
     found = {"backend": "local", "key_prefix": "test", **LOCAL[request.param]}
-    return found | ({"path": path} if "path" in found else {})
+    return found | ({"cache_dir": path} if "cache_dir" in found else {})
 
 
 class Function:
@@ -78,7 +78,7 @@ def test_many_keys_are_loaded_once_in_their_order(options):
 
 def test_ints_of_arrays_and_tensors_are_ints():
     load = Function()
-    with CacheLoader("local", "test", memory_cache_size="1MB") as loader:
+    with CacheLoader("local", "test", memory_size="1MB") as loader:
         for key in (np.int64(7), torch.tensor(7), np.array(7, np.uint8), 7, np.arange(9)[7]):
             same(loader.get(key, load), ("value of", 7))  # not what another one would have
         assert loader.get_many(np.array([7, 8]), load) == [("value of", 7), ("value of", 8)]
@@ -91,7 +91,7 @@ def test_ints_of_arrays_and_tensors_are_ints():
 )
 def test_other_keys_are_errors(key):
     load = Function()
-    with CacheLoader("local", "test", memory_cache_size="1MB") as loader:
+    with CacheLoader("local", "test", memory_size="1MB") as loader:
         with pytest.raises(TypeError, match="CacheLoader is one int, str or bytes; get_many"):
             loader.get(key, load)
         with pytest.raises(TypeError):
@@ -100,7 +100,7 @@ def test_other_keys_are_errors(key):
 
 
 def test_other_mistakes_are_errors():
-    with CacheLoader("local", "test", memory_cache_size="1MB") as loader:
+    with CacheLoader("local", "test", memory_size="1MB") as loader:
         with pytest.raises(TypeError, match="load_fn is of type int: expected a callable"):
             loader.get("key", 7)
         for keys in ("key", b"key"):
@@ -162,10 +162,10 @@ def test_prefix_and_version_say_which_values_are_meant(path):
     for turn in range(2):
         for number, some in enumerate(given):
             load = Function(lambda key, number=number: number)
-            with CacheLoader("local", **some, path=path, memory_cache_size="1MB") as loader:
+            with CacheLoader("local", **some, cache_dir=path, memory_size="1MB") as loader:
                 assert loader.get(1, load) == number and loader.num_keys() == 1
             assert len(load.asked) == (turn == 0)
-    dataset = CachedDataset([7, 8], path, name="a", memory_cache_size=0)
+    dataset = CachedDataset([7, 8], path, name="a", memory_size=0)
     assert (dataset[1], len(dataset.missing())) == (8, 1)
     dataset.close()
 
@@ -196,16 +196,16 @@ def test_threads_share_a_loader(options):
 
 
 def test_the_function_is_not_part_of_the_key(path):
-    with CacheLoader("local", "test", path=path, memory_cache_size=0) as loader:
+    with CacheLoader("local", "test", cache_dir=path, memory_size=0) as loader:
         assert [loader.get(1, str), loader.get(1, float)] == ["1", "1"]
-    with CacheLoader("local", "test", path=path, memory_cache_size=0, version=2) as loader:
+    with CacheLoader("local", "test", cache_dir=path, memory_size=0, version=2) as loader:
         assert loader.get(1, float) == 1.0
 
 
 def test_a_later_run_finds_what_is_in_a_folder(path):
     load = Function()
     for _ in range(2):
-        with CacheLoader("local", "kept", path=path, memory_cache_size="1MB") as loader:
+        with CacheLoader("local", "kept", cache_dir=path, memory_size="1MB") as loader:
             loader.get_many(KEYS, load)
             assert loader.num_keys() == len(KEYS)
             assert repr(loader) == f"<CacheLoader 'kept' in {path}>"
@@ -230,7 +230,7 @@ def test_a_loader_of_a_dataset_stands_for_its_prefix_and_version(path):
     found = []
     for prefix, version in [("a", 1), ("a", 1), ("a", 2), ("b", 1)]:
         with (
-            CacheLoader("local", prefix, version=version, memory_cache_size="1MB") as loader,
+            CacheLoader("local", prefix, version=version, memory_size="1MB") as loader,
             contextlib.closing(CachedDataset(OfLoader(loader), path)) as data,
         ):
             assert data[1] == "1"
@@ -251,7 +251,7 @@ def test_clear_forgets_this_prefix(options):
 @pytest.mark.parametrize("ranks", ["1", "2"])
 def test_two_loaders_without_a_prefix_are_an_error_wherever_they_are(ranks, path, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-    for options in ({}, {"path": path}, {"backend": "redis"}):
+    for options in ({}, {"cache_dir": path}, {"backend": "redis"}):
         with pytest.raises(OptionError, match="all loaders with one key_prefix share them"):
             CacheLoader(**{"backend": "local"} | options)
 
@@ -270,7 +270,7 @@ def test_what_is_cleared_while_it_is_loaded_is_not_kept(options):
 def test_a_loader_that_keeps_nothing_loads(off, monkeypatch):
     if off == "environment":
         monkeypatch.setenv("TORCHCACHE_DISABLE", "1")
-    load, loader = Function(), CacheLoader("local", "test", memory_cache_size=0 if off == "sizes" else "1MB")
+    load, loader = Function(), CacheLoader("local", "test", memory_size=0 if off == "sizes" else "1MB")
     if off == "closed":
         loader.get(1, load)
         loader.close()
@@ -295,24 +295,27 @@ def test_a_loader_that_keeps_nothing_loads(off, monkeypatch):
         ({"capacity_per_node": "much"}, "capacity_per_node='much': expected bytes"),
         (
             {"capacity_per_node": 1000},
-            "capacity_per_node=1000 is for backend='redis' only: give memory_cache_size",
+            "capacity_per_node=1000 is for backend='redis' only: give memory_size",
         ),
         ({"hosts": "redis://:secret@h"}, "hosts are Redis servers: pass backend='redis' as well"),
         ({"policy": "fifo"}, "policy='fifo': expected 'mru' or 'lru'"),
         ({"compression": "zip"}, "compression='zip'"),
-        ({"path": "redis"}, "path is a folder. To keep samples on a server, pass backend='redis'"),
+        ({"cache_dir": "redis"}, "cache_dir is a folder. To keep samples on a server, pass backend='redis'"),
         (
-            {"path": "redis://:secret@host"},
-            "path is the URL of a Redis.*backend='redis', hosts=",
+            {"cache_dir": "redis://:secret@host"},
+            "cache_dir is the URL of a Redis.*backend='redis', hosts=",
         ),
-        ({"path": 7}, "path=7: expected None, the path of a folder, or the URL"),
-        ({"memory_cache_size": "much"}, "memory_cache_size='much'"),
+        ({"cache_dir": 7}, "cache_dir=7: expected None, the path of a folder, or the URL"),
+        ({"memory_size": "much"}, "memory_size='much'"),
         ({"prefix": "a"}, "CacheLoader has no option 'prefix': see help"),
-        ({"cache_dir": "a"}, "CacheLoader has no option 'cache_dir': it is path"),
-        ({"backend": "redis", "hosts": "redis://h", "path": "a"}, "path and backend='redis': .* not in both"),
-        ({"backend": "redis", "hosts": "h", "disk_cache_size": 9}, "hosts has a text that is not the URL"),
+        ({"path": "a"}, "CacheLoader has no option 'path': it is cache_dir"),
+        (
+            {"backend": "redis", "hosts": "redis://h", "cache_dir": "a"},
+            "cache_dir and backend='redis': .* not in both",
+        ),
+        ({"backend": "redis", "hosts": "h", "disk_size": 9}, "hosts has a text that is not the URL"),
         ({"backend": "redis", "hosts": []}, "hosts is empty"),
-        ({"backend": "redis", "hosts": [{"host": "h"}], "disk_cache_size": 9}, "disk_cache_size and backend"),
+        ({"backend": "redis", "hosts": [{"host": "h"}], "disk_size": 9}, "disk_size and backend"),
     ],
     ids=lambda value: None if isinstance(value, str) else "-".join(value),
 )
@@ -355,10 +358,10 @@ class Machine(RuleBasedStateMachine):
     def begin(self, memory, disk, has_path, policy):
         self.folder = contextlib.ExitStack()
         folder = self.folder.enter_context(tempfile.TemporaryDirectory(prefix="test-"))
-        self.options = {"memory_cache_size": memory, "disk_cache_size": disk, "policy": policy}
+        self.options = {"memory_size": memory, "disk_size": disk, "policy": policy}
         self.options["backend"] = "local"
         if has_path:
-            self.options["path"] = folder + "/cache"
+            self.options["cache_dir"] = folder + "/cache"
         self.known = {}
         self.open()
 
@@ -440,7 +443,7 @@ class RemoteMachine(Machine):
         self.clients = [self.folder.enter_context(contextlib.closing(one.client())) for one in self.servers]
         self.lose()
         hosts = [server.url for server in self.servers]
-        self.options = {"hosts": hosts, "compression": codec, "memory_cache_size": memory}
+        self.options = {"hosts": hosts, "compression": codec, "memory_size": memory}
         self.options["writer_buffer_size"] = buffer
         self.known = {}
         self.open()

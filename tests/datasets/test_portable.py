@@ -36,9 +36,7 @@ CHANGES = ("create", "write", "rename", "link", "remove", "make_folder", "remove
 
 def fill(path, count=COUNT, kind="dict", some=None, **options):
     """A folder with the samples of a dataset, or `some` of them; each batch of 20 is a segment."""
-    with contextlib.closing(
-        CachedDataset(Batched(count, kind), path, memory_cache_size=0, **options)
-    ) as cached:
+    with contextlib.closing(CachedDataset(Batched(count, kind), path, memory_size=0, **options)) as cached:
         indices = np.arange(count) if some is None else np.array(some)
         for start in range(0, len(indices), 20):
             cached.__getitems__(indices[start : start + 20].tolist())
@@ -49,7 +47,7 @@ def fill(path, count=COUNT, kind="dict", some=None, **options):
 @contextlib.contextmanager
 def served(path, kind=None, count=COUNT, *, memory=0, **options):
     """What is served; all of it is checked if the `kind` of the samples is given."""
-    with contextlib.closing(CachedDataset(None, path, memory_cache_size=memory, **options)) as cached:
+    with contextlib.closing(CachedDataset(None, path, memory_size=memory, **options)) as cached:
         if kind is not None:
             assert len(cached) == count and cached.missing().tolist() == []
             for index, sample in enumerate(cached.__getitems__(list(range(count)))):
@@ -70,7 +68,7 @@ def state(path):
 def error_of(*args, kind=MissingSampleError, **options):
     """What the error says that `CachedDataset(None, …)` raises."""
     with pytest.raises(kind) as caught:
-        CachedDataset(None, *args, memory_cache_size=0, **options).close()
+        CachedDataset(None, *args, memory_size=0, **options).close()
     return str(caught.value)
 
 
@@ -124,7 +122,7 @@ if os.getuid() == 0:  # whom no right of a file stops
 try:
     open(sys.argv[1] + "/file", "w")
 except PermissionError:
-    served = CachedDataset(None, sys.argv[1], memory_cache_size="1MB")
+    served = CachedDataset(None, sys.argv[1], memory_size="1MB")
     print(len(served), len(list(served)), served.stats().faults, served.missing().tolist())
     served.close()
 """
@@ -184,7 +182,7 @@ def same(index, sample):
 
 if __name__ == "__main__":
     path, methods = sys.argv[1], sys.argv[2:]
-    served = CachedDataset(None, path, memory_cache_size="1MB")
+    served = CachedDataset(None, path, memory_size="1MB")
     assert all(same(index, served[index]) for index in range(len(served)))
     for method in methods:
         torch.manual_seed(0)
@@ -253,9 +251,9 @@ def test_datasets_of_one_name_are_told_apart_by_their_lengths(path):
 
 def test_a_class_is_a_name_too(path):
     fill(path, name="first")
-    with CacheLoader("local", "loader", path=path, memory_cache_size=0) as loader:
+    with CacheLoader("local", "loader", cache_dir=path, memory_size=0) as loader:
         loader.get(1, str)
-    with contextlib.closing(CachedDataset(Texts(), path, memory_cache_size=0)) as cached:
+    with contextlib.closing(CachedDataset(Texts(), path, memory_size=0)) as cached:
         cached.warmup()
     for name in ("Texts", f"{__name__}.Texts"):
         with served(path, name=name) as cached:
@@ -274,7 +272,7 @@ def test_folders_without_a_dataset_say_what_is_there(path, tmp_path):
     assert "does not exist" in error_of(path, kind=OptionError)
     path.mkdir()
     assert "has no samples of a dataset: it has no rows at all" in error_of(path, kind=OptionError)
-    with CacheLoader("local", "loader", path=path, memory_cache_size=0) as loader:
+    with CacheLoader("local", "loader", cache_dir=path, memory_size=0) as loader:
         loader.get(1, str)
     assert "it has rows of torchcache2.CacheLoader" in error_of(path, kind=OptionError)
     fill(path)
@@ -294,12 +292,12 @@ def test_folders_without_a_dataset_say_what_is_there(path, tmp_path):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({}, "give it as path="),
-        ({"path": "x", "verify": 0.5}, "verify=0.5 loads samples again"),
-        ({"backend": "redis", "path": "x"}, "a server cannot list"),
-        ({"path": "x", "partial": 1}, "partial=1: expected True or False"),
-        ({"path": "x", "name": 7}, "name=7: expected a text"),
-        ({"path": "x", "nmae": 1}, "no option 'nmae'"),
+        ({}, "give it as cache_dir="),
+        ({"cache_dir": "x", "verify": 0.5}, "verify=0.5 loads samples again"),
+        ({"backend": "redis", "cache_dir": "x"}, "a server cannot list"),
+        ({"cache_dir": "x", "partial": 1}, "partial=1: expected True or False"),
+        ({"cache_dir": "x", "name": 7}, "name=7: expected a text"),
+        ({"cache_dir": "x", "nmae": 1}, "no option 'nmae'"),
         ({"dataset": [1], "partial": True}, "partial=True is about samples without their dataset"),
     ],
     ids=["nowhere", "verify", "redis", "partial", "name", "unknown", "with a dataset"],
@@ -349,7 +347,7 @@ def test_a_million_samples_are_checked_in_a_second(path):
     assert filled(count, [keys[: count * 6 // 10], keys[count * 3 // 10 : count * 6 // 10]]) == 0.6
     strange = keys_of(bytes(16), ["0", b"1", -1, 2**70]).data
     assert filled(4, [strange]) == 0.0 and filled(2**60, [keys]) > 0.0 and filled(0, []) == 1.0
-    with contextlib.closing(CachedDataset(range(count), path, memory_cache_size=0, **name)) as cached:
+    with contextlib.closing(CachedDataset(range(count), path, memory_size=0, **name)) as cached:
         ((_, one),) = Samples().to_rows([7]).parts
         levels = cached._store.levels
         for some in np.array_split(np.arange(count), 10):
@@ -361,7 +359,7 @@ def test_a_million_samples_are_checked_in_a_second(path):
 
 
 def test_beside_a_writer(path):
-    writer = CachedDataset(Batched(COUNT), path, memory_cache_size=0)
+    writer = CachedDataset(Batched(COUNT), path, memory_size=0)
     writer.__getitems__(list(range(20)))
     writer.flush()
     with served(path, partial=True, memory="1MB") as cached:
@@ -467,7 +465,7 @@ class Untold(Counted):
 
 
 def test_a_dataset_that_did_not_tell_its_length(path):
-    with contextlib.closing(CachedDataset(Untold(5), path, memory_cache_size=0)) as cached:
+    with contextlib.closing(CachedDataset(Untold(5), path, memory_size=0)) as cached:
         cached.__getitems__([0, 1, 2])
     assert "partial=True" in error_of(path)
     with served(path, partial=True) as cached:
@@ -506,7 +504,7 @@ def test_a_pickle_looks_again_in_a_later_run(path):
     script = """
         import os, pickle, sys
         from torchcache2 import CachedDataset
-        cached = CachedDataset(None, sys.argv[1], memory_cache_size=0)
+        cached = CachedDataset(None, sys.argv[1], memory_size=0)
         pickle.dump(cached, open(sys.argv[2], "wb"))
         cached.close()
     """
@@ -522,7 +520,7 @@ def test_a_pickle_looks_again_in_a_later_run(path):
 def test_caching_may_be_turned_off_around_it(path, monkeypatch):
     fill(path)
     monkeypatch.setenv("TORCHCACHE_DISABLE", "1")
-    with served(path, "dict", disk_cache_size=0):
+    with served(path, "dict", disk_size=0):
         pass
 
 
@@ -533,15 +531,15 @@ def test_other_datasets_may_be_around_it(path, tmp_path):
         with contextlib.closing(LazyShardDataset(cached, rank=1, num_replicas=2, memory_size="1MB")) as shard:
             for index, sample in zip(shard.indices.tolist(), shard, strict=True):
                 same(sample, sample_of(index, "dict"))
-        with pytest.raises(OptionError, match=r"CachedDataset\(None, path\) as the dataset"):
+        with pytest.raises(OptionError, match=r"CachedDataset\(None, cache_dir\) as the dataset"):
             LazyShardDataset(None, path)
         # Wherever the folder is, the samples are the same.
         shutil.copytree(path, tmp_path / "moved")
-        with contextlib.closing(CachedDataset(cached, tmp_path / "copy", memory_cache_size=0)) as outer:
+        with contextlib.closing(CachedDataset(cached, tmp_path / "copy", memory_size=0)) as outer:
             outer.warmup()
         with (
             served(tmp_path / "moved") as moved,
-            contextlib.closing(CachedDataset(moved, tmp_path / "copy", memory_cache_size=0)) as outer,
+            contextlib.closing(CachedDataset(moved, tmp_path / "copy", memory_size=0)) as outer,
         ):
             assert outer.missing().tolist() == []
 
@@ -550,7 +548,7 @@ def test_warmup_says_how_to_serve_it(path, capsys):
     def line():
         return capsys.readouterr().err.strip().rpartition("\n")[2]
 
-    with contextlib.closing(CachedDataset(Batched(COUNT), path, memory_cache_size=0)) as cached:
+    with contextlib.closing(CachedDataset(Batched(COUNT), path, memory_size=0)) as cached:
         cached.warmup()
         said = line()
         assert said.startswith(f"Batched: {path} has all 60 samples (") and " kB). Without" in said
@@ -558,7 +556,7 @@ def test_warmup_says_how_to_serve_it(path, capsys):
             same(again[0], sample_of(0, "dict"))
         cached.warmup()
         assert line() == said
-    with contextlib.closing(CachedDataset(Batched(9), path, name="nine", memory_cache_size=0)) as cached:
+    with contextlib.closing(CachedDataset(Batched(9), path, name="nine", memory_size=0)) as cached:
         cached.warmup()
         assert f"CachedDataset(None, {str(path)!r}, name='nine') serves" in line()
     with contextlib.closing(CachedDataset(Batched(8), path, name="nine", version=2)) as cached:
@@ -571,7 +569,7 @@ def test_warmup_says_how_to_serve_it(path, capsys):
     with contextlib.closing(eval(said.partition("dataset, ")[2].removesuffix(" serves them"))) as again:
         assert len(again) == 50 and len(again.missing()) == 25
     shard.close()
-    with contextlib.closing(CachedDataset(Batched(8), memory_cache_size="1MB")) as cached:
+    with contextlib.closing(CachedDataset(Batched(8), memory_size="1MB")) as cached:
         cached.warmup()
         assert "Without the dataset" not in line()
 

@@ -33,7 +33,7 @@ def impatient(monkeypatch):
 
 def fill(bucket, path, kind="tensor", count=COUNT, **options):
     """A folder with samples, three segments of 20, and a copy of it in a bucket."""
-    options = {"memory_cache_size": 0, "compression": "none", **options}
+    options = {"memory_size": 0, "compression": "none", **options}
     with contextlib.closing(CachedDataset(Batched(count, kind), path, **options)) as cached:
         for start in range(0, count, 20):
             cached.__getitems__(list(range(start, min(start + 20, count))))
@@ -45,8 +45,8 @@ def fill(bucket, path, kind="tensor", count=COUNT, **options):
 
 def options_of(bucket, folder, **more):
     """The options of a `CachedDataset` that serves what is in a bucket."""
-    more = {"memory_cache_size": 0, "local_dir": folder, **more}
-    return {"path": bucket.url, "storage_options": dict(bucket.storage_options), **more}
+    more = {"memory_size": 0, "local_dir": folder, **more}
+    return {"cache_dir": bucket.url, "storage_options": dict(bucket.storage_options), **more}
 
 
 @pytest.mark.parametrize("scheme", ["file", *["memory", "s3", "gs"] * SOAK])
@@ -55,7 +55,7 @@ def test_a_bucket_is_served_without_the_dataset(scheme, tmp_path):
     fill(bucket, tmp_path / "filled", name="there")
     options = options_of(bucket, tmp_path / "local")
     for sizes in ((0, None), ("1MB", 0), (0, "5kB")):
-        given = dict(zip(("memory_cache_size", "disk_cache_size"), sizes, strict=True))
+        given = dict(zip(("memory_size", "disk_size"), sizes, strict=True))
         with contextlib.closing(CachedDataset(None, **options | given)) as cached:
             assert len(cached) == COUNT and cached.missing().tolist() == []
             for _ in range(2):
@@ -175,7 +175,7 @@ if __name__ == "__main__":
     options = {"endpoint_url": endpoint, "key": "any", "secret": "any"}
     for method in methods:
         served = CachedDataset(
-            None, url, memory_cache_size="1MB", storage_options=options, local_dir=folder or None
+            None, url, memory_size="1MB", storage_options=options, local_dir=folder or None
         )
         same(served[3], sample_of(3, "tensor"))  # so that a session is there before the fork
         loader = DataLoader(
@@ -209,7 +209,7 @@ def test_one_session_opens_a_dataset_and_asks_for_each_thing_once(tmp_path, monk
         with contextlib.closing(CachedDataset(Batched(COUNT), name="x", **options)) as cached:
             cached.warmup(batch_size=20)
         assert len(made) == 1
-        options = options_of(bucket, tmp_path / "reader", disk_cache_size=1)
+        options = options_of(bucket, tmp_path / "reader", disk_size=1)
         for number, count in [(2, 5), (3, 3)]:  # with a listing of the segments, and their heads; without
             before = len(proxy.requests)
             with contextlib.closing(CachedDataset(None, **options)):

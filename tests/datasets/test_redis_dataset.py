@@ -78,12 +78,12 @@ def test_samples_are_found_by_a_later_run(server, tmp_path):
 
 
 def test_memory_may_be_in_front(server):
-    dataset = cached_on(server, memory_cache_size="10MB")
+    dataset = cached_on(server, memory_size="10MB")
     read(dataset)
     read(dataset)
     assert (dataset.stats().memory_hits, dataset.stats().remote_hits) == (COUNT, 0)
     dataset.close()
-    dataset = cached_on(server, memory_cache_size="10MB")
+    dataset = cached_on(server, memory_size="10MB")
     read(dataset)
     read(dataset)
     assert (dataset.stats().memory_hits, dataset.stats().remote_hits) == (COUNT, COUNT)

@@ -18,7 +18,7 @@ from tests.helpers.datasets import Batched, Counted, same, sample_of
 from torchcache2 import CachedDataset, CacheLoader, LazyShardDataset
 
 COUNT = 12
-MEMORY = {"memory_cache_size": "1MB"}
+MEMORY = {"memory_size": "1MB"}
 
 
 class Passing:
@@ -251,7 +251,7 @@ def test_a_buffer_that_is_filled_again_is_copied_before(kind, make, buffers, pat
 def test_a_buffer_may_be_used_again_late(kind):
     """Samples are copied only until they are known to be apart, but looked at later, too."""
     source = Reused(kind, fresh=96)
-    with contextlib.closing(CachedDataset(source, memory_cache_size="1MB")) as cached:
+    with contextlib.closing(CachedDataset(source, memory_size="1MB")) as cached:
         for _ in range(12):
             cached.clear()
             given = cached.__getitems__(list(range(COUNT)))
@@ -291,7 +291,7 @@ def test_a_shard_of_a_dataset_that_fills_one_buffer():
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_function_that_fills_one_buffer(kind):
     source, expected = Reused(kind), expected_of(kind)
-    with CacheLoader("local", "reused", memory_cache_size="1MB") as loader:
+    with CacheLoader("local", "reused", memory_size="1MB") as loader:
         for _ in range(2):
             wanted = [3, 1, 4, 1, 5]
             given = loader.get_many(wanted, source.__getitem__)
@@ -365,7 +365,7 @@ def test_it_is_as_a_dict_of_the_samples(make, wraps, rounds):
 def test_a_copy_that_is_open_is_not_closed_with_another():
     for make in (
         lambda: CachedDataset(Batched(COUNT), **MEMORY),
-        lambda: CacheLoader("local", "copies", memory_cache_size="1MB"),
+        lambda: CacheLoader("local", "copies", memory_size="1MB"),
     ):
         first = make()
         second = copy.copy(first)

@@ -45,7 +45,7 @@ class Shards(IterableDataset):
 
 
 def make(iterable=RAW, **options):
-    usual = {"key": "id", "load": decode, "name": "numbers", "batch_size": 8, "memory_cache_size": "10MB"}
+    usual = {"key": "id", "load": decode, "name": "numbers", "batch_size": 8, "memory_size": "10MB"}
     return CachedStream(iterable, **usual | options)
 
 
@@ -77,7 +77,7 @@ def test_a_sample_is_decoded_once_and_comes_in_the_order_of_the_source():
 
 @pytest.mark.parametrize("path", [None, "folder"])
 def test_workers_share_what_one_of_them_has_decoded(path, tmp_path):
-    stream = make(Shards(), path=path and tmp_path / path)
+    stream = make(Shards(), cache_dir=path and tmp_path / path)
     found = []
     for epoch in range(2):
         stream.set_epoch(epoch)
@@ -96,7 +96,7 @@ def test_a_later_run_decodes_nothing_and_changed_code_all(tmp_path):
         def decode(raw):
             return torch.tensor([float(raw)]) * factor
         path = {str(tmp_path / "rows")!r}
-        stream = CachedStream(["1", "2", "3"], key=str, load=decode, name="texts", path=path)
+        stream = CachedStream(["1", "2", "3"], key=str, load=decode, name="texts", cache_dir=path)
         print([float(x) for x in stream], stream.stats().misses)
     """
     assert warm.run(script).out == "[2.0, 4.0, 6.0] 3\n"
@@ -115,7 +115,7 @@ def test_what_counts_is_the_name_the_key_and_what_decodes(tmp_path):
         {"load": lambda raw: raw["id"]},
         {"version": 2},
     ]
-    assert namespace() == namespace(iterable=Shards(), batch_size=3, memory_cache_size="1MB", transform=len)
+    assert namespace() == namespace(iterable=Shards(), batch_size=3, memory_size="1MB", transform=len)
     assert len({namespace(), *(namespace(**one) for one in others)}) == 6
 
 
@@ -175,7 +175,7 @@ def test_pickles_and_closed_streams():
         {"iterable": 3},
         {"batch_size": 0},
         {"partial": True},
-        {"cache_dir": "rows"},
+        {"path": "rows"},
     ],
 )
 def test_mistakes_are_errors_at_once(options):

@@ -125,7 +125,7 @@ class Samples(data.Dataset):
 
 @pytest.mark.parametrize("compression", ["brotli", "none"])
 def test_of_a_dataset(path, compression):
-    samples = CachedDataset(Samples(), path, memory_cache_size="100MB", compression=compression)
+    samples = CachedDataset(Samples(), path, memory_size="100MB", compression=compression)
     found = samples.estimate(batches=3)
     assert samples.stats().misses == 0 and len(samples.missing()) == 2000
     assert found.items == 2000 and found.fits and found.seconds > 0
@@ -137,13 +137,13 @@ def test_of_a_dataset(path, compression):
 
 
 def test_of_a_dataset_that_is_not_cached():
-    small = CachedDataset(Samples(), memory_cache_size="10kB").estimate()
+    small = CachedDataset(Samples(), memory_size="10kB").estimate()
     assert not small.fits and small.disk_bytes is None and "raise the budgets" in str(small)
     random = Samples()
     random.random = True
     with pytest.raises(NotCachedError, match="random numbers"):
-        CachedDataset(random, memory_cache_size="10MB").estimate()
-    closed = CachedDataset(Samples(), memory_cache_size="10MB")
+        CachedDataset(random, memory_size="10MB").estimate()
+    closed = CachedDataset(Samples(), memory_size="10MB")
     closed.close()
     with pytest.raises(NotCachedError, match="closed"):
         closed.estimate()

@@ -131,15 +131,15 @@ def test_a_forward_that_draws_such_numbers_is_passed_through(name, log):
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_a_dataset_that_draws_such_numbers_is_not_cached(name, log):
-    cached = CachedDataset(Numbers(DRAWS[name]), memory_cache_size="1MB")
+    cached = CachedDataset(Numbers(DRAWS[name]), memory_size="1MB")
     for index in (1, 1, 2):
         assert cached[index][0] == index
     assert cached.stats().bypasses == {"random": 3} and cached.stats().memory_rows == 0
     (record,) = log
     assert "draws random numbers (" in record.getMessage() and "allow_random" in record.getMessage()
     with pytest.raises(NotCachedError, match="random"):
-        CachedDataset(Numbers(DRAWS[name]), memory_cache_size="1MB").warmup()
-    allowed = CachedDataset(Numbers(DRAWS[name]), memory_cache_size="1MB", allow_random=True)
+        CachedDataset(Numbers(DRAWS[name]), memory_size="1MB").warmup()
+    allowed = CachedDataset(Numbers(DRAWS[name]), memory_size="1MB", allow_random=True)
     assert torch.equal(allowed[1], allowed[1]) and allowed.stats().bypasses == {}
 
 
@@ -152,7 +152,7 @@ def test_numbers_that_have_a_seed_are_cached(name):
             assert torch.equal(cached(X), X + draw())
         stats = cached.cache_instance.stats()
         assert stats.hits == 4 and stats.bypasses == {}
-    samples = CachedDataset(Numbers(draw), memory_cache_size="1MB")
+    samples = CachedDataset(Numbers(draw), memory_size="1MB")
     assert torch.equal(samples[2], samples[2]) and samples.stats().memory_rows == 1
 
 

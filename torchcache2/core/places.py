@@ -75,7 +75,7 @@ class Bucket:
         local_dir: str | os.PathLike[str] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         remote_size: Size | None = None,
-        option: str = "path",
+        option: str = "cache_dir",
     ) -> Bucket:
         """From options as users give them; `option` is what they call the URL.
 

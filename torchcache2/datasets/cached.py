@@ -36,7 +36,7 @@ from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
 
 _HINTS = {
     "advice": "Samples that do not fit are loaded in each epoch: raise the budgets of memory or disk",
-    "option": "disk_cache_size",
+    "option": "disk_size",
 }
 _OF_PROCESS = ("_source", "_store")
 _OWN = ("_recipe", "_is_closed", *_OF_PROCESS)  # attributes; all others are the dataset's
@@ -163,17 +163,17 @@ class CachedDataset(Keeper, Dataset[Any]):
     ----------
     dataset : Dataset or None
         Any object with ``__getitem__``, and ``__getitems__`` if it has one. None: serve the samples that are
-        in `path` without their dataset; nothing in the folder changes.
-    path : path or URL, optional
+        in `cache_dir` without their dataset; nothing in the folder changes.
+    cache_dir : path or URL, optional
         A folder that keeps all samples for later runs; any number of runs and datasets may share it. It may
         be in a bucket: ``s3://bucket/folder``, ``gs://…``. An alias is ``disk_cache_path``. None: nothing
         outlives the run.
-    memory_cache_size : int, str or float, optional
+    memory_size : int, str or float, optional
         How much memory samples may take, once for all processes of the machine: bytes, a text like ``"4GB"``,
         or a share of what is free now. 0: none. None: a share of 0.25, but none in front of a server.
-    disk_cache_size : int, str or float, optional
-        How much the folder may take, as above. None: a share of 0.8 with a `path`, else 0. Without `path`, a
-        temporary folder has what did not fit in memory.
+    disk_size : int, str or float, optional
+        How much the folder may take, as above. None: a share of 0.8 with a `cache_dir`, else 0. Without one,
+        a temporary folder has what did not fit in memory.
     name : str, optional
         A name that identifies the dataset, together with `version` and the length, if there is one;
         attributes and code are then not read. An alias is ``dataset_name``. Without a dataset: which one of
@@ -195,19 +195,19 @@ class CachedDataset(Keeper, Dataset[Any]):
         Without a dataset: whether samples may be missing. Asking for a missing one raises
         `MissingSampleError`.
     backend : {"local", "redis"}
-        Where samples are kept: as `path` and the sizes say, or on Redis servers, which any number of machines
-        may share.
+        Where samples are kept: as `cache_dir` and the sizes say, or on Redis servers, which any number of
+        machines may share.
     hosts : str, dict, or sequence of these, optional
         The servers, as for `CacheLoader`. None: this library starts one on each machine.
     cluster_mode : bool
         Whether each machine uses the servers of all machines, or one of them.
     capacity_per_node : int, str or float
-        How much memory a server that this library starts may take, as for `memory_cache_size`.
+        How much memory a server that this library starts may take, as for `memory_size`.
     writer_buffer_size : int
         How many samples to gather before sending them to a server.
     local_dir : path, optional
         With a bucket, the local folder for its samples, and for new samples until they are uploaded; its
-        budget is `disk_cache_size`. None: a temporary one.
+        budget is `disk_size`. None: a temporary one.
     storage_options : mapping, optional
         What fsspec needs to reach the bucket, such as keys, if they are not in the environment. It is never
         shown.
@@ -217,8 +217,8 @@ class CachedDataset(Keeper, Dataset[Any]):
     Raises
     ------
     OptionError
-        If an option cannot have its value; if there is a `path` or a server, and the dataset cannot be read
-        completely; if a server refuses the password.
+        If an option cannot have its value; if there is a `cache_dir` or a server, and the dataset cannot be
+        read completely; if a server refuses the password.
     MissingSampleError
         Without a dataset, if not all samples are in the folder.
     OutputError
@@ -242,7 +242,7 @@ class CachedDataset(Keeper, Dataset[Any]):
     ...         print("loaded", index)
     ...         return torch.tensor(index**2), f"{index} squared"
 
-    >>> squares = CachedDataset(Squares(), memory_cache_size="10MB")
+    >>> squares = CachedDataset(Squares(), memory_size="10MB")
     >>> squares[3], squares[3]
     loaded 3
     ((tensor(9), '3 squared'), (tensor(9), '3 squared'))
@@ -256,10 +256,10 @@ class CachedDataset(Keeper, Dataset[Any]):
     def __init__(
         self,
         dataset: Any,
-        path: str | os.PathLike[str] | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
         *,
-        memory_cache_size: Size | None = None,
-        disk_cache_size: Size | None = None,
+        memory_size: Size | None = None,
+        disk_size: Size | None = None,
         name: str | None = None,
         version: str | int | None = None,
         transform: Callable[[Any], Any] | None = None,
@@ -287,7 +287,7 @@ class CachedDataset(Keeper, Dataset[Any]):
         elif partial is not False:
             raise OptionError(
                 f"partial={shown(partial)} is about samples without their dataset, as of "
-                "CachedDataset(None, path): a dataset loads what is missing"
+                "CachedDataset(None, cache_dir): a dataset loads what is missing"
             )
         else:
             check_dataset(dataset)
@@ -435,7 +435,7 @@ class CachedDataset(Keeper, Dataset[Any]):
         return looks.estimate(store.levels, mine, count, **_HINTS)
 
     def missing(self) -> Positions:
-        """Indices, int64 ``(k,)``, of samples that are not cached, or are not in the `path` or server."""
+        """Indices, int64 ``(k,)``, of samples that are not cached, or not in the `cache_dir` or server."""
         return np.arange(len(self)) if self._store is None else self._store.levels.absent(len(self))
 
     def explain(self) -> str:

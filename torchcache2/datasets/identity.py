@@ -300,7 +300,7 @@ def explained_dataset(
         Lines such as ``attribute transform.size: 224 → 256``.
     """
     if directory is None and bypass is None:
-        return "samples are in memory only, so there is no folder to compare with: give CachedDataset a path"
+        return "samples are in memory only, so there is no folder to compare with: give a cache_dir"
     return compared(name, kind, now, None, bypass, directory, since)
 
 

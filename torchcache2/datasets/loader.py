@@ -58,12 +58,12 @@ class CacheLoader(Keeper):
         Change it when values change, although keys do not.
     compression : {"none", "brotli", "blosc2"}
         How values are compressed on the server or in the folder.
-    path : path, optional
+    cache_dir : path, optional
         A folder that keeps all values for later runs, with ``backend="local"``.
-    memory_cache_size : int, str or float, optional
+    memory_size : int, str or float, optional
         How much memory values may take, once for all processes of the machine. None: 0 in front of a server,
         else a share of 0.25.
-    disk_cache_size : int, str or float, optional
+    disk_size : int, str or float, optional
         How much the folder may take, as for `CachedDataset`, with ``backend="local"``.
 
     Raises
@@ -79,7 +79,7 @@ class CacheLoader(Keeper):
     Examples
     --------
     >>> from torchcache2 import CacheLoader
-    >>> loader = CacheLoader("local", "squares", memory_cache_size="10MB")
+    >>> loader = CacheLoader("local", "squares", memory_size="10MB")
     >>> def load(key):
     ...     print("loaded", key)
     ...     return {"square": key**2}
@@ -108,9 +108,9 @@ class CacheLoader(Keeper):
         policy: Policy = "mru",
         version: str | int | None = None,
         compression: str = "none",
-        path: str | os.PathLike[str] | None = None,
-        memory_cache_size: Size | None = None,
-        disk_cache_size: Size | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        memory_size: Size | None = None,
+        disk_size: Size | None = None,
         **others: Any,
     ) -> None:
         options = {name: value for name, value in locals().items() if name not in ("self", "others")}

@@ -21,14 +21,16 @@ from torchcache2.tiers.redis.server import one_of, own_servers
 
 CAPACITY = 0.25
 _MEMORY_SHARE, _DISK_SHARE = 0.25, 0.8
-_ALIASES = {"disk_cache_path": "path", "dataset_name": "name"}
+_ALIASES = {"disk_cache_path": "cache_dir", "dataset_name": "name"}
 _OTHERS = {  # of other libraries, or nearly right
     "compress": "use compression='brotli'",
     "max_files_per_folder": "many samples are in one file here",
-    "max_memory_cache_size": "it is memory_cache_size",
-    "max_persistent_cache_size": "it is disk_cache_size",
-    "persistent_cache_dir": "it is path",
-    "cache_dir": "it is path",
+    "max_memory_cache_size": "it is memory_size",
+    "memory_cache_size": "it is memory_size",
+    "max_persistent_cache_size": "it is disk_size",
+    "disk_cache_size": "it is disk_size",
+    "persistent_cache_dir": "it is cache_dir",
+    "path": "it is cache_dir",
 }
 _FOR_BUCKETS = ("local_dir", "storage_options", "remote_size")
 
@@ -128,7 +130,8 @@ def check_dataset(dataset: Any) -> None:
     """Raise `OptionError` if samples have no index."""
     if dataset is None:
         raise OptionError(
-            "dataset is None: to use the samples of a folder, pass CachedDataset(None, path) as the dataset"
+            "dataset is None: to use the samples of a folder, pass CachedDataset(None, cache_dir) as the "
+            "dataset"
         )
     if isinstance(dataset, IterableDataset):
         raise OptionError(
@@ -146,8 +149,8 @@ def check_dataset(dataset: Any) -> None:
 def check_served(options: Mapping[str, Any]) -> None:
     """Raise `OptionError` for options without which, or with which, there must be a dataset."""
     backend, verify = options["backend"], options["verify"]
-    if options["path"] is None:
-        raise OptionError("dataset=None serves the samples that are in a folder: give it as path=")
+    if options["cache_dir"] is None:
+        raise OptionError("dataset=None serves the samples that are in a folder: give it as cache_dir=")
     if backend != "local":
         raise OptionError(f"dataset=None with backend={backend!r}: a server cannot list its samples")
     if verify:
@@ -190,8 +193,8 @@ class Serving:
                 raise OptionError("hosts are Redis servers: pass backend='redis' as well")
             if capacity != CAPACITY:
                 raise OptionError(
-                    f"capacity_per_node={capacity!r} is for backend='redis' only: give memory_cache_size "
-                    f"or disk_cache_size"
+                    f"capacity_per_node={capacity!r} is for backend='redis' only: give memory_size "
+                    f"or disk_size"
                 )
             return None
         if hosts is not None:
@@ -207,19 +210,19 @@ class Serving:
 
 def level_settings(options: Mapping[str, Any], serving: Serving | None = None) -> CacheSettings:
     """The settings of the tiers, with both budgets in bytes, as of now; no server is started yet."""
-    path, memory, disk = (options[name] for name in ("path", "memory_cache_size", "disk_cache_size"))
+    path, memory, disk = (options[name] for name in ("cache_dir", "memory_size", "disk_size"))
     _check_place(path, disk, serving)
     for_buckets: dict[str, Any] = {name: options.get(name) for name in _FOR_BUCKETS}
     if is_url(path):
         path = Bucket.of(path, **for_buckets)
     else:
-        check_unused(for_buckets, "path")
+        check_unused(for_buckets, "cache_dir")
     if memory is None:
         memory = _MEMORY_SHARE if serving is None else 0
     if disk is None:
         disk = 0 if path is None else _DISK_SHARE
-    parse_size("memory_cache_size", memory, free=0)
-    parse_size("disk_cache_size", disk, free=0)
+    parse_size("memory_size", memory, free=0)
+    parse_size("disk_size", disk, free=0)
     settings = CacheSettings(
         max_memory_cache_size=memory,
         max_persistent_cache_size=disk,
@@ -242,19 +245,23 @@ def level_settings(options: Mapping[str, Any], serving: Serving | None = None) -
     return settings.replace(budgets)
 
 
-def _check_place(path: Any, disk_cache_size: Size | None, serving: Serving | None) -> None:
+def _check_place(path: Any, disk_size: Size | None, serving: Serving | None) -> None:
     """Raise `OptionError` if samples cannot be in this folder, or not on servers and in a folder."""
     if path == "redis":
-        raise OptionError("path='redis': path is a folder. To keep samples on a server, pass backend='redis'")
+        raise OptionError(
+            "cache_dir='redis': cache_dir is a folder. To keep samples on a server, pass backend='redis'"
+        )
     if is_url(path) and path.startswith(SCHEMES):  # the path is not shown: it may have a password
         raise OptionError(
-            "path is the URL of a Redis server: to keep samples there, pass backend='redis', "
+            "cache_dir is the URL of a Redis server: to keep samples there, pass backend='redis', "
             "hosts='redis://…'"
         )
     if path is not None and (not isinstance(path, (str, os.PathLike)) or not str(path)):
-        raise OptionError(f"path={shown(path)}: expected None, the path of a folder, or the URL of a bucket")
-    if serving is not None and not (path is None and disk_cache_size is None):
-        given = "path" if path is not None else "disk_cache_size"
+        raise OptionError(
+            f"cache_dir={shown(path)}: expected None, the path of a folder, or the URL of a bucket"
+        )
+    if serving is not None and not (path is None and disk_size is None):
+        given = "cache_dir" if path is not None else "disk_size"
         raise OptionError(
             f"{given} and backend='redis': samples are on a server, or in a folder, not in both"
         )

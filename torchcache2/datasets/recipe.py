@@ -94,7 +94,7 @@ class Recipe:
             **kept,
         )
         if identity.unread and (recipe.serving or settings.persistent_cache_dir is not None):
-            where = "in path" if recipe.serving is None else "on the server"
+            where = "in cache_dir" if recipe.serving is None else "on the server"
             raise OptionError(
                 f"{recipe.title} has {listed(identity.unread)}, which cannot be read, so later runs could "
                 f"not tell whether the samples {where} are theirs: pass name= and version= to identify the "
@@ -218,6 +218,6 @@ def settings_of(options: Mapping[str, Any]) -> tuple[CacheSettings, dict[str, An
     """The settings of the tiers, and the other options of a `Recipe` about places and sizes."""
     serving = Serving.of(options)
     settings = level_settings(options, serving)
-    sizes = (options["memory_cache_size"], options["disk_cache_size"], settings.persistent_cache_dir)
+    sizes = (options["memory_size"], options["disk_size"], settings.persistent_cache_dir)
     given = repr((*sizes, settings.policy, settings.compression, serving))
     return settings, {"serving": serving, "options": given}

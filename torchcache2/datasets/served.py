@@ -153,11 +153,13 @@ def chosen(directory: CacheDirectory, name: str | None, version: str | int | Non
         if len(there) > 1:
             there = with_samples(directory, there)
     except FileNotFoundError:
-        raise OptionError(f"path={directory.path!r} does not exist, so there are no samples in it") from None
+        raise OptionError(
+            f"cache_dir={directory.path!r} does not exist, so there are no samples in it"
+        ) from None
     except NewerFormatError as error:
         raise OptionError(str(error)) from None
     except OSError as error:
-        raise OptionError(f"path={directory.path!r} cannot be read: {error}") from None
+        raise OptionError(f"cache_dir={directory.path!r} cannot be read: {error}") from None
     fitting = there
     if name is not None:
         best = max([kept.means(name) for kept in there], default=0)
@@ -308,9 +310,9 @@ class ServedStore(Store):
         if error is not None:
             return MissingSampleError(f"sample {index!r} of {self._where} cannot be read{_because([error])}")
         return MissingSampleError(
-            f"sample {index!r} of {self._where} is missing, or damaged{_because(self._reasons())}. To "
-            f"restore it, call CachedDataset(dataset, path).warmup() where the dataset is; missing() lists "
-            f"all that are missing, and `torchcache2 verify` names damaged files"
+            f"sample {index!r} of {self._where} is missing, or damaged{_because(self._reasons())}. "
+            "To restore it, call CachedDataset(dataset, cache_dir).warmup() where the dataset is; missing() "
+            f"lists all that are missing, and `torchcache2 verify` names damaged files"
         )
 
     def _incomplete(self, absent: Positions) -> MissingSampleError:
@@ -318,7 +320,7 @@ class ServedStore(Store):
         return MissingSampleError(
             f"{self._where}: {count} samples are not there: "
             f"{ranges_text(absent)}{_because(self._reasons())}. Fill it with CachedDataset(dataset, "
-            "path).warmup() where the dataset is, or pass partial=True to serve the others"
+            "cache_dir).warmup() where the dataset is, or pass partial=True to serve the others"
         )
 
 

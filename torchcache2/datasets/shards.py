@@ -134,7 +134,7 @@ def _sizes_of(
     parse_size("memory_size", memory_size, free=0)
     parse_size("disk_size", disk_size or 0, free=0)
     if mode == "disk" and not (path if disk_size is None else disk_size):
-        raise OptionError("mode='disk' keeps samples on the disk only: give it a path, or a disk_size")
+        raise OptionError("mode='disk' keeps samples on the disk only: give it a cache_dir, or a disk_size")
     return memory_size, disk_size
 
 
@@ -220,7 +220,7 @@ class _Bound:
 
 
 def _room(path: Any, memory_size: Size, disk_size: Size | None) -> int:
-    sizes = {"path": path, "memory_cache_size": memory_size, "disk_cache_size": disk_size}
+    sizes = {"cache_dir": path, "memory_size": memory_size, "disk_size": disk_size}
     settings = level_settings(sizes)
     memory, disk = settings.max_memory_cache_size, settings.max_persistent_cache_size
     assert isinstance(memory, int) and isinstance(disk, int)
@@ -253,14 +253,14 @@ class LazyShardDataset(Dataset[Any]):
     ----------
     dataset : Dataset
         All samples. Any object with ``__getitem__`` for ints and ``__len__``, such as an array of Zarr.
-    path : path, optional
+    cache_dir : path, optional
         A folder that keeps samples for later runs, as of `CachedDataset`. An alias is ``disk_cache_path``.
     shuffle : bool
         Whether the order within the shard changes with the epoch; otherwise it is ascending.
     memory_size, disk_size : int, str or float, optional
         How much memory and disk samples may take on this machine, for all of its ranks: bytes, a text like
         ``"4GB"``, or a share of what is free. 0: none. ``memory_size=None``: 0.5, but none in front of a
-        server. ``disk_size=None``: 0.8 with a `path`, else 0.
+        server. ``disk_size=None``: 0.8 with a `cache_dir`, else 0.
     overflow : float, optional
         The shard has at most ``1 + overflow`` times as many samples as can be cached, judged by the mean size
         of 8 samples. One warning says how many are left out. None: none are.
@@ -278,7 +278,7 @@ class LazyShardDataset(Dataset[Any]):
         Make all ranks' shards equally long, as `DistributedDataParallel` needs: leave out fewer samples than
         there are ranks, or give some ranks one of theirs twice. None: lengths differ by one at most.
     disk_cache_path : path, optional
-        The same as `path`.
+        The same as `cache_dir`.
     **options
         Those of `CachedDataset`: ``name``, ``version``, ``transform``, ``policy``, ``compression``,
         ``allow_random``, ``verify``.
@@ -312,7 +312,7 @@ class LazyShardDataset(Dataset[Any]):
     def __init__(
         self,
         dataset: Any,
-        path: str | os.PathLike[str] | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
         *,
         shuffle: bool = False,
         memory_size: Size | None = None,
@@ -328,23 +328,23 @@ class LazyShardDataset(Dataset[Any]):
         **options: Any,
     ) -> None:
         check_dataset(dataset)
-        given = {"path": path, "name": None}
+        given = {"cache_dir": cache_dir, "name": None}
         aliased(given, {"disk_cache_path": disk_cache_path})
-        path = given["path"]
+        cache_dir = given["cache_dir"]
         for name in ("memory_size", "disk_size"):
             theirs = name.replace("_", "_cache_")
             if theirs in options:
                 raise OptionError(f"LazyShardDataset has no option {theirs!r}: it is {name}")
         check({"mode": mode, "even": even, "seed": seed, "overflow": overflow, "min_elements": min_elements})
         is_served = options.get("backend", "local") != "local"
-        memory_size, disk_size = _sizes_of(mode, path, memory_size, disk_size, is_served=is_served)
+        memory_size, disk_size = _sizes_of(mode, cache_dir, memory_size, disk_size, is_served=is_served)
         if is_served and overflow is not None:
             raise OptionError(
                 f"overflow={overflow!r} and backend='redis': how much fits on a server is unknown"
             )
         mine, count = _place_of(rank, num_replicas), _samples_of(dataset)
         together, ranks = _together_of(mode, mine), mine.world_size
-        bound = _Bound(dataset, path, memory_size, disk_size, overflow=overflow, even=even, mine=mine)
+        bound = _Bound(dataset, cache_dir, memory_size, disk_size, overflow=overflow, even=even, mine=mine)
         shard = Shard(count, *mine, together=together, seed=seed, shuffle=shuffle, even=even, most=bound.most)
         if shard.least < min_elements:
             raise OptionError(
@@ -367,7 +367,7 @@ class LazyShardDataset(Dataset[Any]):
             )
         self._shard = shard
         self._cached = CachedDataset(
-            dataset, path, memory_cache_size=memory_size, disk_cache_size=disk_size, **options
+            dataset, cache_dir, memory_size=memory_size, disk_size=disk_size, **options
         )
         self._epoch = _shared(torch.zeros(1, dtype=torch.int64, device="cpu"))
         self._order = 0, shard.order(0)

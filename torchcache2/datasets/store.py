@@ -469,8 +469,8 @@ class Store:
         if not (all(kept) or self.levels.settings.is_persistent):  # a disk that is full says so itself
             self.told(
                 "full",
-                "%s: memory_cache_size is used up: samples that are not kept are loaded in each epoch. Raise "
-                "it, or give disk_cache_size, which keeps them in a temporary folder",
+                "%s: memory_size is used up: samples that are not kept are loaded in each epoch. Raise "
+                "it, or give disk_size, which keeps them in a temporary folder",
                 self.name,
             )
         self.tally.add(misses=count - len(batch.refused), refused=len(batch.refused))

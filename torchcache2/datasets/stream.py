@@ -21,7 +21,7 @@ from torchcache2.datasets.source import Source
 from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
 
 _EXPECTED = "the key of a sample of a CachedStream is one int, str or bytes"
-_OF_STREAM = ("name", "path", "transform", "batch_size")  # options that are arguments here
+_OF_STREAM = ("name", "cache_dir", "transform", "batch_size")  # options that are arguments here
 _NOT_HERE = ("partial",)  # of samples that an index finds
 
 
@@ -69,19 +69,19 @@ class CachedStream(Keeper, IterableDataset[Any]):
     name : str
         What the keys belong to, such as ``"coco-train"``. Streams with one name, `key` and `load`
         share samples.
-    path : path or URL, optional
+    cache_dir : path or URL, optional
         A folder that keeps all samples for later runs, as of a `CachedDataset`.
     transform : callable, optional
         Is called with each sample after the cache, as for random augmentation.
     batch_size : int
         How many raw samples are looked up together.
     **options
-        Other options of a `CachedDataset`, such as `memory_cache_size`, `version`, or `backend`.
+        Other options of a `CachedDataset`, such as `memory_size`, `version`, or `backend`.
 
     Raises
     ------
     OptionError
-        If an option cannot have its value, or `load` cannot be read and there is a `path` or a server.
+        If an option cannot have its value, or `load` cannot be read and there is a `cache_dir` or a server.
 
     Examples
     --------
@@ -91,7 +91,7 @@ class CachedStream(Keeper, IterableDataset[Any]):
     ...     return float(raw["text"])
 
     >>> raw = [{"id": 1, "text": "1.5"}, {"id": 2, "text": "2.5"}]
-    >>> stream = CachedStream(raw, key="id", load=decode, name="numbers", memory_cache_size="1MB")
+    >>> stream = CachedStream(raw, key="id", load=decode, name="numbers", memory_size="1MB")
     >>> list(stream), list(stream)
     decoded 1
     decoded 2
@@ -110,7 +110,7 @@ class CachedStream(Keeper, IterableDataset[Any]):
         key: Callable[[Any], Any] | str,
         load: Callable[[Any], Any],
         name: str,
-        path: str | os.PathLike[str] | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
         transform: Callable[[Any], Any] | None = None,
         batch_size: int = 64,
         **options: Any,
@@ -127,7 +127,7 @@ class CachedStream(Keeper, IterableDataset[Any]):
         usual = {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY}
         own = [*_OF_STREAM, *_NOT_HERE]
         check_others({one: options[one] for one in options if one not in usual or one in own}, "CachedStream")
-        given = usual | options | {"path": path, "transform": transform, "batch_size": batch_size}
+        given = usual | options | {"cache_dir": cache_dir, "transform": transform, "batch_size": batch_size}
         check(given)
         recipe = Recipe.of_dataset(_Decoder(name, load, key), given)
         recipe.title = recipe.document["class"] = f"CachedStream {name}"

@@ -37,7 +37,7 @@ def temporary(tmp_path, monkeypatch):
 @pytest.mark.parametrize("scheme", ["file", "s3"])
 def test_a_dataset_is_filled_by_workers_and_served_from_the_bucket(tmp_path, temporary, scheme):
     made = bucket(scheme, tmp_path)
-    options = {"storage_options": made.storage_options, "memory_cache_size": 0, "version": "1"}
+    options = {"storage_options": made.storage_options, "memory_size": 0, "version": "1"}
     rounds = [(0, "one"), (200, "one"), (200, "two"), (200, None)]
     for hits, local in rounds if scheme == "file" else rounds[::3]:
         place = None if local is None else tmp_path / local

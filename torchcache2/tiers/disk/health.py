@@ -127,7 +127,7 @@ class Health(Breaker):
                 "full",
                 "the local folder %s is full (%d bytes) of rows that the bucket does not have yet, and "
                 "they are not uploaded fast enough: new rows stay in memory. Raise max_persistent_cache_size "
-                "(of a dataset, disk_cache_size)",
+                "(of a dataset, disk_size)",
                 self._directory.path,
                 budget,
             )
@@ -135,7 +135,7 @@ class Health(Breaker):
         self.tell(
             "full",
             "the cache directory %s is full (%d bytes) of rows that are in use, or not ours to delete: new "
-            "rows stay in memory. Raise max_persistent_cache_size (of a dataset, disk_cache_size), set "
+            "rows stay in memory. Raise max_persistent_cache_size (of a dataset, disk_size), set "
             "policy='lru', or delete with `torchcache2 prune`",
             self._directory.path,
             budget,
