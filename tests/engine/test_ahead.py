@@ -183,8 +183,8 @@ def test_wrong_inputs_end_with_a_warning(net, reads, log, inputs):
     net.cache_instance.warmup(X + 1)
     del reads[:]
     for _ in range(2):
-        assert epoch(net, net.cache_instance.ahead(loader(), inputs=inputs)) == LABELS.tolist()
-    assert reads.count("MainThread") == 20 and reads.count("torchcache2 ahead") <= 14
+        assert epoch(net, net.cache_instance.ahead(loader(2), inputs=inputs)) == LABELS.tolist()
+    assert reads.count("MainThread") == 40 and reads.count("torchcache2 ahead") <= 20
     (warning,) = warnings_in(log)
     assert "nothing is read ahead any more" in warning and "inputs=" in warning
 
@@ -242,6 +242,15 @@ def test_weights_that_change_make_what_was_read_useless_and_never_wrong(net, rea
                 net.layer.weight.add_(1.0)
     stats = net.cache_instance.stats()
     assert stats.misses == 40 + 28 and reads.count("torchcache2 ahead") == 9
+
+
+def test_one_change_does_not_end_reading_ahead(net, reads, log):
+    for i, (x, _) in enumerate(net.cache_instance.ahead(loader(2), batches=6)):
+        net(x)
+        if i == 3:
+            with torch.no_grad():
+                net.layer.bias.add_(1.0)
+    assert reads.count("torchcache2 ahead") == 19 and warnings_in(log) == []
 
 
 def test_what_is_forgotten_is_not_found_in_the_room(net):

@@ -2,7 +2,9 @@
 
 import os
 
+import numpy as np
 import pytest
+import torch
 
 from tests.helpers.storage import Unsynced
 from tests.tiers.contract import TierContract, fewer
@@ -10,7 +12,6 @@ from torchcache2 import CacheSettings
 from torchcache2.engine.stack import TierStack
 from torchcache2.tiers.base import TierStats
 from torchcache2.tiers.disk.tier import DiskTier
-from torchcache2.tiers.gathering import Gathering
 from torchcache2.tiers.memory.tier import MemoryTier
 from torchcache2.tiers.shared.tier import SharedTier
 
@@ -46,13 +47,27 @@ class Stack(TierStack):
         return TierStats(*[max(getattr(stats, name) for stats in every) for name in names])
 
 
+class Singly:
+    """Rows are put one by one."""
+
+    def __init__(self, tier):
+        self._tier = tier
+
+    def __getattr__(self, name):
+        return getattr(self._tier, name)
+
+    def put(self, keys, rows):
+        each = [np.array([i]) for i in range(len(keys))]
+        return sum(self._tier.put(keys.take(i), rows.take(torch.from_numpy(i))) for i in each)
+
+
 KINDS = {
     "memory-mru": lambda path, **options: MemoryTier(ROOM, "mru"),
     "memory-lru": lambda path, **options: MemoryTier(ROOM, "lru"),
     "disk-none": lambda path, **options: DiskTier(path, ROOM, "mru", "none", **options),
     "disk-brotli": lambda path, **options: DiskTier(path, ROOM, "lru", "brotli", **options),
     "disk-blosc2": lambda path, **options: DiskTier(path, ROOM, "mru", "blosc2", **options),
-    "gathering": lambda path, **options: Gathering(DiskTier(path, ROOM, "mru", "none", **options)),
+    "disk-singly": lambda path, **options: Singly(DiskTier(path, ROOM, "mru", "none", **options)),
     "shared": lambda path, **options: SharedTier(os.urandom(16), ROOM, folder=str(path.parent)),
     "stack": lambda path, **options: Stack(path),
 }

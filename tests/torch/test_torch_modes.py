@@ -4,6 +4,7 @@ Right is what the same module or function returns in the same mode without a cac
 """
 
 import contextlib
+import copy
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from tests.helpers.outputs import assert_same, bypasses, frozen, hits
-from torchcache2 import torchcache
+from torchcache2 import torchcache, uncache
 
 
 def fractions(*shape, seed):
@@ -589,6 +590,15 @@ def test_channels_last_comes_back_channels_last(name, made):
     check(torch.cat([x[:2], x[:2] + 1]))
     stats = cached.cache_instance.stats()
     assert (stats.misses, dict(stats.bypasses)) == (len(x) + 2, {})
+
+
+def test_weights_that_are_converted_to_channels_last_find_no_rows_of_the_other_format():
+    cached = torchcache(frozen(nn.Conv2d(3, 4, 3)))
+    for convert in (lambda: cached, lambda: cached.to(memory_format=LAST)):
+        plain = uncache(copy.deepcopy(convert()))
+        for _ in range(2):
+            assert layout_of(cached(IMAGES)) == layout_of(plain(IMAGES))
+    assert cached.cache_instance.stats().hits == 2 * len(IMAGES)
 
 
 def test_rows_of_both_formats_in_one_batch():

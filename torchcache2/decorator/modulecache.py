@@ -274,7 +274,7 @@ class ModuleCache:
             How many batches are asked for early.
         inputs : callable, optional
             ``inputs(batch)`` gives the arguments of the forward, as in `warmup`. If the forward gets
-            something else, reading ahead is in vain, and ends after four batches with a warning.
+            something else, reading ahead is in vain, and ends after some batches with a warning.
         method : str, optional
             The method that is called, if several of an object are cached.
 

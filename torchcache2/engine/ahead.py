@@ -24,7 +24,7 @@ from torchcache2.core.logs import logger
 from torchcache2.core.process import ProcessLock, before_pools_end
 from torchcache2.core.rows import Parts
 
-_MOST_UNUSED = 4  # batches in a row that are read and not asked for
+_MOST_UNUSED = 4  # batches in a row that are read and not asked for, besides those that wait together
 _LOOK_EVERY = 1.0  # seconds between looks whether the thread still lives
 
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
@@ -58,18 +58,18 @@ class Room:
             if parts and not batch.is_over:
                 self._batches[batch] = keys, parts
 
-    def get(self, keys: Keys) -> Parts:
-        """The rows of those keys that are here, of one batch at most."""
+    def get(self, keys: Keys, *, whole: bool) -> Parts:
+        """The rows of those keys that are here, of one batch at most; with `whole`, if it has just these."""
         with self._lock():
             for batch, (brought, parts) in self._batches.items():
                 if brought.namespace != keys.namespace:
                     continue
-                if np.array_equal(brought.data, keys.data):
-                    del self._batches[batch]
-                    return parts
-                if found := _among(keys, brought, parts):
+                if not whole and (found := _among(keys, brought, parts)):
                     self._used.add(batch)
                     return found
+                if whole and np.array_equal(brought.data, keys.data):
+                    del self._batches[batch]
+                    return parts
         return []
 
     def drop(self, namespace: bytes) -> None:
@@ -108,7 +108,8 @@ class Loop:
         self.batches: deque[_Batch] = deque()
         self._tell, self._name = tell, name
         self._current: _Batch | None = None
-        self._unused = 0
+        self._unused = self._most_waiting = 0
+        self._is_stopped = False
         self._lock = ProcessLock()
         self._thread: threading.Thread | None = None
         # A finalizer may `put` at any point: that takes no lock.
@@ -116,7 +117,7 @@ class Loop:
 
     def bring(self, keys_of: KeysOf, read: Read) -> None:
         """Have the rows of the next batches read, under the modes that hold in this thread."""
-        if self._unused >= _MOST_UNUSED:
+        if self._is_stopped:
             return
         with self._lock():
             for batch in [one for one in [*self.batches] if one.is_read is None]:
@@ -132,6 +133,7 @@ class Loop:
 
     def next(self) -> Any:
         """The next batch, when its rows have been read, if they are to be."""
+        self._most_waiting = max(self._most_waiting, len(self.batches))  # one change is in vain for as many
         batch = self._current = self.batches.popleft()
         if batch.is_read is not None and self._thread is not None:
             while not batch.is_read.wait(_LOOK_EVERY) and self._thread.is_alive():  # a fork has none
@@ -145,8 +147,8 @@ class Loop:
         self._current = None
         if self.room.end(batch):
             self._unused += 1
-            if self._unused == _MOST_UNUSED:
-                self._stop(f"calls have not asked for {_MOST_UNUSED} batches that were read")
+            if self._unused == _MOST_UNUSED + self._most_waiting:
+                self._stop(f"calls have not asked for {self._unused} batches in a row that were read")
         elif batch.is_read is not None:
             self._unused = 0
 
@@ -157,7 +159,7 @@ class Loop:
         self._tasks.put(None)
 
     def _stop(self, why: str) -> None:
-        self._unused = _MOST_UNUSED
+        self._is_stopped = True
         advice = "inputs= of ahead has to give what the forward gets of a batch"
         self._tell("ahead", "%s: nothing is read ahead any more, as %s; %s", self._name, why, advice)
 

@@ -141,7 +141,8 @@ class TierStack:
 
         Each tier looks for what the faster ones lack, and offers them the rows that it finds.
         """
-        ahead = next((parts for room in [*self.rooms] if (parts := room.get(keys))), [])
+        asked = [(room, whole) for whole in (True, False) for room in self.rooms]
+        ahead = next((parts for room, whole in asked if (parts := room.get(keys, whole=whole))), [])
         if not ahead:
             return Found(merged(list(chain.from_iterable(self.found(keys)))))
         missing = np.ones(len(keys), bool)

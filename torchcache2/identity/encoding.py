@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128_digest
 
-from torchcache2.core.memory import item_bytes
+from torchcache2.core.memory import is_channels_last, item_bytes
 from torchcache2.core.values import attributes
 from torchcache2.identity.xxh3 import DIGESTS
 
@@ -85,11 +85,13 @@ def public_module(name: str) -> str:
 
 
 def tensor_digest(tensor: Tensor, content: bytes | None = None) -> bytes:
-    """Digest of a whole strided tensor: dtype, shape and content, 16 bytes.
+    """Digest of a whole strided tensor: dtype, shape, content, and whether channels are last, 16 bytes.
 
-    `content` is the digest of its content, if that is known already.
+    The output of a convolution has the memory format of its weights. `content` is the digest of the
+    content, if that is known already.
     """
-    head = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
+    is_last = tensor.dim() in (4, 5) and is_channels_last(tensor)
+    head = f"{tensor.dtype} {tuple(tensor.shape)}{' channels last' * is_last}".encode()
     if content is None and tensor.device.type != "cpu":
         content = DIGESTS.of_tensors([tensor]).get(id(tensor))
     if content is None:

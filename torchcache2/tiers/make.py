@@ -26,7 +26,6 @@ from torchcache2.tiers.bucket.objects import Objects
 from torchcache2.tiers.bucket.source import BucketSource
 from torchcache2.tiers.disk.scratch import Scratch
 from torchcache2.tiers.disk.tier import DiskTier
-from torchcache2.tiers.gathering import Gathering
 from torchcache2.tiers.meeting import job_name
 from torchcache2.tiers.memory.tier import MemoryTier
 from torchcache2.tiers.redis.client import Clients
@@ -160,14 +159,10 @@ def make_levels(
         try:
             options |= {"delay": _SAMPLES_SEALED_AFTER, "writes": writes}
             if settings.bucket is not None:
-                options["gather"] = lambda disk: Gathering(disk, signals.drops)
-                options["job"] = job
-                tiers.append(
-                    _mirrored(settings, settings.bucket, opened, queue, in_use, description, **options)
-                )
+                place = settings.bucket, opened
+                tiers.append(_mirrored(settings, *place, queue, in_use, description, job, **options))
             else:
-                disk = _disk(settings, queue, in_use, description, job, is_worker, **options)
-                tiers.append(Gathering(disk, signals.drops))
+                tiers.append(_disk(settings, queue, in_use, description, job, is_worker, **options))
         except OSError as error:
             warn("there is no temporary folder: what does not fit in memory is not kept (%s)", str(error))
     return tiers or [MemoryTier(0)]
@@ -217,17 +212,15 @@ def _mirrored(
     in_use: InUse,
     description: Description,
     job: bytes | None,
-    gather: Callable[[DiskTier], Tier] = lambda disk: disk,
     writes: bool = True,
     **options: Any,
-) -> Tier:
-    """A folder with a bucket below it, and what `gather` puts in front of it."""
-    fronts = list[weakref.ref[Tier]]()  # the bucket must not keep what refers to it alive
+) -> DiskTier:
+    """A folder with a bucket below it."""
+    tiers = weakref.WeakSet[DiskTier]()  # the bucket must not keep what refers to it alive
 
     def flush_first() -> None:
-        for front in fronts:
-            if (alive := front()) is not None:
-                alive.flush()
+        for tier in tiers:
+            tier.flush()
 
     with contextlib.ExitStack() as stack:
         if objects is not None:
@@ -246,10 +239,9 @@ def _mirrored(
             flush_first=flush_first,
             temporary=is_temporary,
         )
-        front = gather(_folder(settings, path, queue, in_use, description, bucket=source, **options))
-        fronts.append(weakref.ref(front))
+        tiers.add(disk := _folder(settings, path, queue, in_use, description, bucket=source, **options))
         stack.pop_all()
-    return front
+    return disk
 
 
 def _folder(

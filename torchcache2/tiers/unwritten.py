@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from torchcache2.core.keys import Array, Keys
 from torchcache2.core.memory import CUDA, Arriving, as_bytes
@@ -17,6 +18,7 @@ _CPU = torch.device("cpu")
 _SLAB = 8 << 20
 _ALIGNED = 64
 _BATCH_BYTES = 2048  # about what the Python objects of a batch take
+_FEW, _JOINED, _MOST_JOINED = 8, 64, 1 << 20  # rows that join a batch, rows and bytes of such a batch
 
 
 class Slabs:
@@ -45,7 +47,8 @@ class Slabs:
 class OwnRows:
     """A private copy of rows on the host; rows of an accelerator may arrive later.
 
-    The `rows` are on any device, and the caller may write to them afterwards. Memory comes from `slabs`.
+    The `rows` are on any device, and the caller may write to them afterwards. Memory comes from `slabs`. Few
+    rows on the host are copied later, by `Pending.add`, within the same call of the caller.
     """
 
     def __init__(self, rows: Rows, slabs: Slabs) -> None:
@@ -54,11 +57,16 @@ class OwnRows:
         self.nbytes = len(rows) * rows.schema.row_bytes
         self._lock = ProcessLock()
         self._rows: Rows | None = None
+        self.is_copied = True
         if any(map(CUDA.owns, plain.columns)):
             columns = [c if CUDA.owns(c) else c.to(_CPU, copy=True) for c in plain.columns]
             self._arriving: Arriving | None = Arriving(columns)
             return
         self._arriving = None
+        self.is_copied = len(rows) > _FEW or any(column.device != _CPU for column in plain.columns)
+        if not self.is_copied:
+            self._rows = plain
+            return
         copies = []
         for leaf, column in zip(plain.schema.leaves, plain.columns, strict=True):
             size = len(rows) * leaf.row_bytes
@@ -85,6 +93,19 @@ class OwnRows:
             assert self._rows is not None
             return self._rows
 
+    @property
+    def is_here(self) -> bool:
+        """Whether no row is still on its way."""
+        return self._arriving is None
+
+    def with_room(self, count: int, capacity: int) -> OwnRows:
+        """A copy of the first rows, with room for more behind them."""
+        columns = []
+        for column in self.rows.columns:
+            columns.append(column.new_empty((capacity, *column.shape[1:])))
+            _copy(columns[-1][:count], column[:count])
+        return self._of(Rows(self.rows.schema, columns, capacity))
+
     def part(self, start: int, end: int) -> OwnRows:
         """Some of the rows, without a copy."""
         columns = [column[start:end] for column in self.rows.columns]
@@ -98,6 +119,11 @@ class OwnRows:
         own = copy.copy(self)
         own.nbytes, own._rows = len(rows) * self.schema.row_bytes, rows
         return own
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    """Copy a contiguous tensor of the host, and wake no threads for it."""
+    np.copyto(as_bytes(target).numpy(), as_bytes(source).numpy())
 
 
 class Pending:
@@ -125,7 +151,7 @@ class Pending:
     def __init__(self, namespace: bytes, number: int, since: float) -> None:
         self.namespace = namespace
         self.number = number
-        self.batches: list[tuple[Keys, OwnRows]] = []
+        self.batches: list[tuple[Keys, OwnRows]] = []  # the last one may have room for more
         self.nbytes = 0
         self.count = 0
         self.since = since
@@ -134,6 +160,7 @@ class Pending:
         self.thread = 0
         self.done = False
         self._starts: list[int] = []
+        self._counts: list[int] = []
 
     def __len__(self) -> int:
         return self.count
@@ -141,19 +168,52 @@ class Pending:
     def add(self, keys: Keys, own: OwnRows) -> int:
         """Add a batch; returns the number of its first row. The caller may write to its keys afterwards."""
         first = self.count
-        self._starts.append(first)
-        self.batches.append((Keys(keys.namespace, keys.data.copy(), keys.group), own))
-        self.nbytes += own.nbytes + 16 * len(keys) + _BATCH_BYTES
+        if not self._join(keys, own):
+            self._starts.append(first)
+            self._counts.append(len(keys))
+            own = own if own.is_copied else own.with_room(len(keys), len(keys))
+            self.batches.append((Keys(keys.namespace, keys.data.copy(), keys.group), own))
+            self.nbytes += _BATCH_BYTES
+        self.nbytes += own.nbytes + 16 * len(keys)
         self.count += len(keys)
         return first
 
+    def _join(self, keys: Keys, own: OwnRows) -> bool:
+        """Add few rows to the last batch, if it is of the same kind; many batches would cost memory and time.
+
+        Others may read meanwhile: rows that are there are copied before they are replaced, and not changed.
+        """
+        count = len(keys)
+        if count > _FEW or not self.batches or (used := self._counts[-1]) + count > _JOINED:
+            return False
+        before, last = self.batches[-1]
+        is_large = (used + count) * own.schema.row_bytes > _MOST_JOINED
+        if is_large or own.schema != last.schema or not (own.is_here and last.is_here):
+            return False
+        if used + count > len(before):
+            capacity = 2 * (used + count)
+            data = np.empty((capacity, before.data.shape[1]), np.uint8)
+            data[:used] = before.data[:used]
+            before, last = Keys(before.namespace, data, before.group), last.with_room(used, capacity)
+        before.data[used : used + count] = keys.data
+        for column, source in zip(last.rows.columns, own.rows.columns, strict=True):
+            _copy(column[used : used + count], source)
+        self.batches[-1], self._counts[-1] = (before, last), used + count
+        return True
+
     def added(self) -> Iterator[tuple[Array, int]]:
         """The keys of each batch, and the number of its first row."""
-        return ((keys.data, first) for (keys, _), first in zip(self.batches, self._starts, strict=True))
+        batches = zip(self.batches, self._starts, self._counts, strict=True)
+        return ((keys.data[:count], first) for (keys, _), first, count in batches)
 
     def rows(self) -> list[tuple[Keys, Rows]]:
         """All rows, to be written."""
-        return [(keys, own.rows.laid_out_as(own.schema)) for keys, own in self.batches]
+        found = []
+        for (keys, own), count in zip(self.batches, self._counts, strict=True):
+            if count < len(keys):
+                keys, own = Keys(keys.namespace, keys.data[:count], keys.group), own.part(0, count)
+            found.append((keys, own.rows.laid_out_as(own.schema)))
+        return found
 
     def read_ahead(self, rows: Array) -> None:
         """Does nothing, as the rows are in memory."""

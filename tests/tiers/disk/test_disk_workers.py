@@ -1,6 +1,7 @@
 """Workers of a `DataLoader` that write: none loses rows when it ends, and none has more than it can write."""
 
 import os
+import threading
 import time
 
 import pytest
@@ -36,13 +37,12 @@ def test_a_worker_that_ends_loses_no_rows(tmp_path, method, workers):
     warm.run(SPILL, method, workers, env={"TMPDIR": str(tmp_path)}, forks=True)
 
 
-GATHERED = """
+SINGLE = """
 import multiprocessing, sys
 from tests.helpers.storage import NEVER, put
 from torchcache2.tiers.disk.tier import DiskTier
-from torchcache2.tiers.gathering import Gathering
 
-tier = Gathering(DiskTier(sys.argv[1], delay=NEVER))
+tier = DiskTier(sys.argv[1], delay=NEVER)
 child = multiprocessing.get_context("fork").Process(target=put, args=(tier, [1, 2]))
 child.start()
 child.join()
@@ -51,7 +51,7 @@ put(tier, [3])
 
 
 def test_single_rows_that_wait_are_written_when_a_process_ends(tmp_path):
-    assert warm.run(GATHERED, tmp_path).err == ""
+    assert warm.run(SINGLE, tmp_path).err == ""
     assert sealed_names(tmp_path, range(5)) == [1, 2, 3]
 
 
@@ -90,3 +90,25 @@ def test_without_a_time_all_may_wait_that_the_queue_allows(tmp_path):
     assert writer.nbytes > 8_000_000 and writer.pace.limit == 10**9
     tier.drop(keys_of([]).namespace)
     tier.close()
+
+
+class Collecting(Unsynced):
+    """Calls a function in the thread that writes, as the garbage collector may."""
+
+    def __init__(self):
+        self.function = None
+
+    def sync(self, file):
+        function, self.function = self.function, None
+        if function is not None and threading.current_thread().name == "torchcache2 writer":
+            function()
+
+
+def test_the_garbage_collector_may_close_it_in_the_thread_that_writes(tmp_path):
+    fs, is_closed = Collecting(), threading.Event()
+    tier = DiskTier(tmp_path, codec="none", queue=100, delay=NEVER, fs=fs, closed=is_closed.set)
+    assert put(tier, range(3)) == 3  # which wait
+    fs.function = tier.close
+    threading.Thread(target=put, args=(tier, range(10, 30)), daemon=True).start()
+    assert is_closed.wait(20.0)
+    assert sealed_names(tmp_path, range(3)) == [0, 1, 2]

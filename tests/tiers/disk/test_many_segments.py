@@ -482,6 +482,6 @@ def test_what_waits_is_counted_when_it_may_be_too_much_and_not_at_each_call(make
     for number in range(50):
         put(tier, [number], 4, key_of(number))
     assert counted == []
-    for number in range(200):
+    for number in range(300):
         put(tier, [("large", number)], 1000)
     assert counted

@@ -88,7 +88,7 @@ class Table:
         words: Words = np.concatenate(list(keys.values())).view("<u8")
         rows = [number << 32 | np.arange(first, first + len(some)) for number, some in keys.items()]
         locations = np.concatenate(rows)
-        low = np.sort(words[:, 0])
+        low = np.sort(words[:, 0]) if len(words) > 1 else words[:, 0]
         if (low[1:] == low[:-1]).any():  # some may be equal
             distinct = np.unique(words, axis=0, return_index=True)[1]
             self.has_copies |= len(distinct) < len(words)
