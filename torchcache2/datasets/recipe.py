@@ -198,7 +198,7 @@ class Keeper:
             self._store.levels.flush()
 
     def clear(self) -> None:
-        """Forget all that is kept, on disk and on servers too.
+        """Forget all samples, on disk and on servers too.
 
         `NotCachedError` if there is no dataset, as nothing could load the samples again.
         """

@@ -275,7 +275,7 @@ class ArgumentEncoder(_ValueEncoder):
         self._unregistered = ""
 
     def argument(self, value: Any, path: str, *, is_shared: bool, has_entries: bool) -> bytes:
-        """Collect what is batched in an argument; the bytes of the rest."""
+        """Collect the batched parts of an argument; returns the bytes of the rest."""
         if has_entries and not _is_plain_sequence(value):
             raise InputError(
                 f"argument {path} is a {type(value).__qualname__}: item_args expects a list, tuple, array or "

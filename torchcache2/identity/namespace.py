@@ -174,7 +174,7 @@ class NamespaceKeeper:
             return Seen(namespace, tensors, generation, self._has_old_casts, self._shards or None)
 
     def holds(self) -> bool:
-        """Whether the bytes of tensors that have arrived since the last look show no edit."""
+        """Whether the bytes of tensors that arrived since the last check show no edit."""
         with self._lock():
             return self._tensors.holds()
 

@@ -71,7 +71,7 @@ class Asked:
         self._row = np.zeros(len(pairs), np.int64)  # of each key in its part
 
     def keys_at(self, numbers: Positions) -> Iterator[tuple[Positions, Keys]]:
-        """Some of the keys by namespace: which they are, and the keys."""
+        """The keys at some numbers, by namespace: numbers and keys."""
         for namespace in dict.fromkeys(ask.namespace for ask in self._asks):
             of = np.frombuffer(namespace, np.uint8)
             those = numbers[(self._namespaces[numbers] == of).all(axis=1)]

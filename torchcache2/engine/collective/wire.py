@@ -181,7 +181,7 @@ class Schemas:
         return self._texts[name]
 
     def told(self, text: str) -> Told:
-        """What a text says; `ValueError` if that is nothing."""
+        """The content of a text; `ValueError` if it cannot be decoded."""
         told = self._told.get(text) or _told(text)
         if told.schema is not None:  # else its class may be imported later
             _remember(self._told, text, told)

@@ -61,7 +61,7 @@ class Chunks:
     def number_of(self, schema: Schema) -> int | None:
         """The number of a schema, after which others know it too; None if there is no room for it.
 
-        Not under the lock. `UnserialisableError` if others cannot know it.
+        Not under the lock. `UnserialisableError` if other processes could not read it.
         """
         name = schema, schema.layout
         if name not in self._numbers:

@@ -123,7 +123,7 @@ class Tables:
     def drop_replicas(self) -> bool:
         """Forget all replicas, for all processes, and give back their memory; whether there is more room now.
 
-        A memory that was full before has none. If it was not, another process may have done the same.
+        A memory that was full before has none; in another, some process may have dropped them already.
         """
         board = self._job.board
         was_full = board.is_full

@@ -208,7 +208,7 @@ class SharedTier(Tier):
         self._ask(self._tables.let_go, namespace)
 
     def flush(self) -> None:
-        """Memory is as durable as it gets."""
+        """Nothing to do: rows in memory get no more durable."""
 
     def close(self) -> None:
         """Give up this process's part in everything, and keep nothing from then on."""
