@@ -595,3 +595,23 @@ def test_a_container_that_holds_the_module_does_not_keep_it():
     gone = weakref.ref(module)
     del module
     assert gone() is None, gc.get_referrers(gone())
+
+
+class Sorted(dict):
+    """As the parameters of matplotlib are: sorted, and with no way to take one away."""
+
+    def __iter__(self):
+        return iter(sorted(dict.__iter__(self)))
+
+    def keys(self):
+        return list(self)
+
+    def pop(self, *_):
+        raise KeyError
+
+
+def test_a_dict_with_methods_of_its_own_can_be_put_back():
+    held = Sorted(b=2.0, a=1.0)
+    cached = torchcache(lambda x: x * held["b"])
+    assert torch.equal(cached(X), X * 2) and torch.equal(cached(X), X * 2)
+    assert hits(cached) == 4 and list(dict.keys(held)) == ["b", "a"]

@@ -349,30 +349,38 @@ def _copied(container: Any) -> Any:
 
 
 def _restore(container: Any, before: Any) -> None:
-    """Put back the content of a container if it has changed."""
-    if isinstance(container, dict):
-        _restore_fields(container, before or {})
-        if list(container) != list(before or ()):
-            for name in before:
-                container[name] = container.pop(name)  # to the end
-    elif isinstance(container, np.ndarray):
+    """Put back the content of a container if it has changed, whatever methods a subclass has of its own."""
+    kind = _kind(container)
+    if isinstance(container, np.ndarray):
         if before is not None and _bytes(container) != _bytes(before):
             container[...] = before
-    elif len(container) != len(before or ()) or not all(map(is_, container, before or ())):
-        if isinstance(container, (set, deque)):
-            container.clear()
-            (container.update if isinstance(container, set) else container.extend)(before or ())
+    elif kind is None:
+        container[:] = container[:0] if before is None else before
+    elif issubclass(kind, dict):
+        _restore_fields(container, before or {})
+        if [*kind.__iter__(container)] != [*(before or ())]:
+            for name in before:
+                kind.__setitem__(container, name, kind.pop(container, name))  # to the end
+    else:
+        now, before = [*kind.__iter__(container)], before or []
+        if len(now) == len(before) and all(map(is_, now, before)):
+            return
+        if kind is list:
+            list.__setitem__(container, slice(None), before)
         else:
-            container[:] = before or ()
+            kind.clear(container)
+            (kind.update if kind is set else kind.extend)(container, before)
 
 
 def _restore_fields(fields: Any, before: dict[Any, Any]) -> None:
     """Give names their former values."""
-    for name in list(fields.keys() - before.keys()):
-        fields.pop(name, None)
+    kind = _kind(fields)
+    now = dict(zip(*_elements(fields, kind), strict=True))
+    for name in now.keys() - before.keys():
+        kind.pop(fields, name, None)
     for name, value in before.items():
-        if fields.get(name, _MISSING) is not value:
-            fields[name] = value
+        if now.get(name, _MISSING) is not value:
+            kind.__setitem__(fields, name, value)
 
 
 def _is_same(tensor: Tensor, before: Tensor) -> bool:
