@@ -97,7 +97,7 @@ def test_what_is_on_its_way_counts_in_the_budget():
     assert len(found(tier, list(range(1, first)), width=100)) == kept == tier.stats().rows
 
 
-@pytest.mark.parametrize("policy", ["mru", "lru"])
+@pytest.mark.parametrize("policy", ["keep", "lru"])
 def test_full_tiers_keep_right_rows(policy):
     runtime = Late()
     tier = MemoryTier(60_000, policy, runtime=runtime)

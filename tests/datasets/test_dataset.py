@@ -78,7 +78,7 @@ class Machine(RuleBasedStateMachine):
         memory=SIZES,
         disk=st.sampled_from([None, 0, 30_000, 200_000, "10MB"]),
         has_path=st.booleans(),
-        policy=st.sampled_from(["mru", "lru"]),
+        policy=st.sampled_from(["keep", "lru"]),
     )
     def begin(self, batched, kind, memory, disk, has_path, policy):
         self.folder = tempfile.TemporaryDirectory(prefix="test-")

@@ -509,7 +509,7 @@ if __name__ == "__main__":
             "cache_dir": chance.choice([None, f"{folder}/{turn}"]),
             "memory_size": chance.choice([0, "33kB", "100kB", "10MB"]),
             "disk_size": chance.choice([20_000, "1MB"]),
-            "policy": chance.choice(["mru", "lru"]),
+            "policy": chance.choice(["keep", "lru"]),
             "verify": chance.choice([0.0, 0.0, 0.1]),
         }
         cached = CachedDataset(chance.choice([Batched, Counted])(60, kind), **options)

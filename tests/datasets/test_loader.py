@@ -298,7 +298,7 @@ def test_a_loader_that_keeps_nothing_loads(off, monkeypatch):
             "capacity_per_node=1000 is for backend='redis' only: give memory_size",
         ),
         ({"hosts": "redis://:secret@h"}, "hosts are Redis servers: pass backend='redis' as well"),
-        ({"policy": "fifo"}, "policy='fifo': expected 'mru' or 'lru'"),
+        ({"policy": "fifo"}, "policy='fifo': expected 'keep' or 'lru'"),
         ({"compression": "zip"}, "compression='zip'"),
         ({"cache_dir": "redis"}, "cache_dir is a folder. To keep samples on a server, pass backend='redis'"),
         (
@@ -353,7 +353,7 @@ class Machine(RuleBasedStateMachine):
         memory=st.sampled_from([0, 30_000, 200_000, "10MB"]),
         disk=st.sampled_from([None, 0, 30_000, 200_000, "10MB"]),
         has_path=st.booleans(),
-        policy=st.sampled_from(["mru", "lru"]),
+        policy=st.sampled_from(["keep", "lru"]),
     )
     def begin(self, memory, disk, has_path, policy):
         self.folder = contextlib.ExitStack()

@@ -204,7 +204,7 @@ def test_with_parentheses_and_options():
 
 
 def test_attributes_override_options():
-    @torchcache(policy="mru")
+    @torchcache(policy="keep")
     class Overridden(nn.Module):
         def __init__(self, policy, size):
             super().__init__()
@@ -214,7 +214,7 @@ def test_attributes_override_options():
         def forward(self, x):
             return x * 2
 
-    small, large = Overridden("lru", "10KB"), Overridden("mru", 10**6)
+    small, large = Overridden("lru", "10KB"), Overridden("keep", 10**6)
     for module in (small, large):
         for _ in range(2):
             module(torch.arange(3000.0))
@@ -222,7 +222,7 @@ def test_attributes_override_options():
     assert small.cache_instance.stats().memory_bytes <= 10_000
     assert large.cache_instance.settings.memory_budget() == 10**6
     assert large.cache_instance.stats().hits == 3000
-    wrong = Overridden("mru", 10)
+    wrong = Overridden("keep", 10)
     wrong.torchcache_polcy = "lru"
     with pytest.raises(OptionError, match="polcy"):
         wrong(torch.zeros(2))

@@ -648,13 +648,13 @@ def test_a_cell_that_runs_twice(x):
 
 def test_other_options_replace_the_cache_and_find_its_rows(tmp_path, x):
     model, pipeline = clip(), Pipeline()
-    for policy in ("mru", "lru"):
+    for policy in ("keep", "lru"):
         torchcache(persistent_cache_dir=tmp_path, policy=policy)(model)
         torchcache(pipeline.encode, persistent_cache_dir=tmp_path, policy=policy)
         model(x), pipeline.encode(x)
         for one in (model, pipeline):
             assert cache_of(one).settings.policy == policy
-            assert calls(one) == ((0, 5) if policy == "mru" else (5, 0))
+            assert calls(one) == ((0, 5) if policy == "keep" else (5, 0))
 
 
 def test_another_method_stays_when_one_is_decorated_again(x):
@@ -768,7 +768,7 @@ def test_an_object_of_a_decorated_class_may_have_options_of_its_own(x):
     assert cache_of(embedder).stats("decode").hits == 5
     uncache(embedder)
     embedder.encode(x)
-    assert cache_of(embedder).settings.policy == "mru"
+    assert cache_of(embedder).settings.policy == "keep"
 
 
 # A module whose forward is never called

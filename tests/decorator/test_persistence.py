@@ -324,7 +324,7 @@ def epoch(function, x=MANY):
     return function.cache_instance.stats()
 
 
-@pytest.mark.parametrize("policy", ["mru", "lru"])
+@pytest.mark.parametrize("policy", ["keep", "lru"])
 def test_what_does_not_fit_in_memory_is_found_on_disk(path, log, policy):
     function = wide(path, policy=policy)
     stats = epoch(function)
@@ -340,7 +340,7 @@ def test_what_does_not_fit_in_memory_is_found_on_disk(path, log, policy):
     close(function)
 
 
-@pytest.mark.parametrize("policy", ["mru", "lru"])
+@pytest.mark.parametrize("policy", ["keep", "lru"])
 def test_rows_that_are_read_enter_memory_while_there_is_room(path, policy):
     function = wide(path)
     epoch(function)

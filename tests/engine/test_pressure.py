@@ -276,7 +276,7 @@ def test_rows_of_a_device_make_room_and_rows_of_the_host_stay():
     assert tier.stats().evictions == 100
 
 
-@pytest.mark.parametrize("policy", ["mru", "lru"])
+@pytest.mark.parametrize("policy", ["keep", "lru"])
 def test_copies_and_growth_that_find_no_memory_cost_rows_but_never_lie(monkeypatch, policy):
     chance, budget = np.random.default_rng(0), 300_000
     monkeypatch.setattr(arena, "row_column", chunked)

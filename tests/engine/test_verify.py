@@ -819,7 +819,7 @@ def test_a_number_for_an_empty_batch_in_another_dtype():
     batches=st.lists(st.lists(st.integers(0, 12), max_size=9), min_size=1, max_size=10),
     options=st.fixed_dictionaries(
         {
-            "policy": st.sampled_from(["mru", "lru"]),
+            "policy": st.sampled_from(["keep", "lru"]),
             "max_memory_cache_size": st.sampled_from([0, 5_000, 9_000, 13_000, 30_000, 10**7]),
             "miss_batch": st.sampled_from(["exact", "pad"]),
             "verify": st.sampled_from([0.0, 0.3, 1.0]),
@@ -900,7 +900,7 @@ def test_interleaved_calls_with_other_arguments_and_weights_do_not_meet(calls):
         max_size=15,
     ),
     miss_batch=st.sampled_from(["exact", "pad"]),
-    policy=st.sampled_from(["mru", "lru"]),
+    policy=st.sampled_from(["keep", "lru"]),
     budget=st.sampled_from([0, 15_000, 20_000, 10**7]),
 )
 def test_with_all_hits_verified_no_unseen_edit_gets_through(steps, miss_batch, policy, budget):

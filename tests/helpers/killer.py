@@ -164,7 +164,7 @@ def tier_options(path, rng, evicts):
 
 def new_module(path, rng, evicts):
     """A module that has not been called yet."""
-    size = {"max_persistent_cache_size": "300kB" if evicts else "1MB", "policy": "lru" if evicts else "mru"}
+    size = {"max_persistent_cache_size": "300kB" if evicts else "1MB", "policy": "lru" if evicts else "keep"}
     options = {"persistent": True, "persistent_cache_dir": path, **size}
     module = torchcache(**options, compression=rng.choice(["none", "brotli"]))(Net(2.0))
     assert module.cache_instance.module_hash  # read now, once for all

@@ -56,11 +56,11 @@ def reader(
     fs = Unsynced() if fs is None else fs
     source = BucketSource(bucket, str(path), budget, fs=fs, every=every, signals=signals, objects=objects)
     return DiskTier(
-        path, budget, "mru", "none", delay=NEVER, signals=signals, bucket=source, writes=writes, **options
+        path, budget, "keep", "none", delay=NEVER, signals=signals, bucket=source, writes=writes, **options
     )
 
 
-def mirrored_disk(path, budget=ROOM, policy="mru", fs=None, **options):
+def mirrored_disk(path, budget=ROOM, policy="keep", fs=None, **options):
     """A disk tier of which somebody else brings all segments to a bucket; it does not look there itself."""
     source = BucketSource(Bucket.of(f"file://{path}-bucket"), str(path), budget, fs=fs or Unsynced())
     source.look = lambda *_: False
@@ -72,7 +72,7 @@ class Emptied:
 
     def __init__(self, bucket, path, objects=None, *, queue=ROOM, delay=NEVER):
         source = BucketSource(bucket, str(path), ROOM, fs=Unsynced(), objects=objects)
-        self._tier = DiskTier(path, ROOM, "mru", "none", bucket=source, queue=queue, delay=delay)
+        self._tier = DiskTier(path, ROOM, "keep", "none", bucket=source, queue=queue, delay=delay)
         self._moving = threading.Lock()
 
     def __getattr__(self, name):

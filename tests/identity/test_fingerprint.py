@@ -164,7 +164,7 @@ HEADER = PRELUDE + "from torchcache2 import torchcache\n"
         "@torchcache(policy='lru', max_memory_cache_size=0.5)",
         "@torchcache(memory_cache_device=None)",
         "@torchcache(subsample_count=10)",
-        "@torchcache(\n    policy='mru',\n    # For the sake of a comment.\n    enabled=True,\n)",
+        "@torchcache(\n    policy='keep',\n    # For the sake of a comment.\n    enabled=True,\n)",
         "import builtins, types as types_again  # more lines\nUNUSED = [1]\n\n@torchcache",
     ],
 )

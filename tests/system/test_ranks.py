@@ -318,7 +318,7 @@ def test_threads_of_ranks_wait_for_each_other_and_not_for_themselves(job):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"distributed": "node", "policy": "lru"}, "policy='mru'"),
+        ({"distributed": "node", "policy": "lru"}, "policy='keep'"),
         ({"distributed": "node", "memory_cache_device": None}, "memory_cache_device='cpu'"),
         ({"distributed": "nodes"}, "'auto', 'off', 'node' or 'collective'"),
     ],

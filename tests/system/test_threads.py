@@ -23,7 +23,7 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "policy, budget, calls", [("mru", 10**8, 400), ("mru", 20_000, 160), ("lru", 20_000, 160)]
+    "policy, budget, calls", [("keep", 10**8, 400), ("keep", 20_000, 160), ("lru", 20_000, 160)]
 )
 def test_sixteen_threads_on_one_module_get_no_wrong_output(policy, budget, calls):
     plain = Net().eval().requires_grad_(False)

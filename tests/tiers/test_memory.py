@@ -64,7 +64,7 @@ def growth(request, monkeypatch):
 
 
 @pytest.mark.usefixtures("growth")
-@pytest.mark.parametrize("policy", ["mru", "lru"])
+@pytest.mark.parametrize("policy", ["keep", "lru"])
 def test_random_walk_stays_in_the_budget_and_never_lies(policy):
     budget = 200_000
     tier = MemoryTier(budget, policy)
@@ -87,7 +87,7 @@ def test_random_walk_stays_in_the_budget_and_never_lies(policy):
 class Dict(RuleBasedStateMachine):
     """A tier is a dict that may forget."""
 
-    @initialize(policy=st.sampled_from(["mru", "lru"]), budget=st.sampled_from([0, 20_000, 10**9]))
+    @initialize(policy=st.sampled_from(["keep", "lru"]), budget=st.sampled_from([0, 20_000, 10**9]))
     def make(self, policy, budget):
         self.live = set(NAMESPACES)
         self.tier = MemoryTier(budget, policy, in_use=lambda: self.live)
@@ -142,7 +142,7 @@ def room_for(rows, width=4):
 
 
 def test_mru_keeps_what_came_first():
-    tier = MemoryTier(room_for(40, 1000), "mru")
+    tier = MemoryTier(room_for(40, 1000), "keep")
     for name in range(80):
         put(tier, [name], 1000)
     kept = found(tier, list(range(80)), 1000)
@@ -168,7 +168,7 @@ def test_lru_drops_the_least_recently_used():
 def test_half_an_epoch_in_memory_hits_half_of_it():
     # The reason for the default: what came first is the best that can be kept.
     rates = {}
-    for policy in ("mru", "lru"):
+    for policy in ("keep", "lru"):
         tier = MemoryTier(room_for(100, 1000), policy)
         hits = 0
         for _ in range(4):
@@ -178,11 +178,11 @@ def test_half_an_epoch_in_memory_hits_half_of_it():
                 else:
                     put(tier, [name], 1000)
         rates[policy] = hits / 600
-    assert 0.45 < rates["mru"] < 0.55
+    assert 0.45 < rates["keep"] < 0.55
     assert rates["lru"] == 0
 
 
-@pytest.mark.parametrize("policy", ["mru", "lru"])
+@pytest.mark.parametrize("policy", ["keep", "lru"])
 def test_rows_of_a_dead_namespace_make_room(policy):
     living = set(NAMESPACES)
     tier = MemoryTier(room_for(50, 1000), policy, in_use=lambda: living)
@@ -215,7 +215,7 @@ def test_a_full_tier_says_so_once(log):
 
 
 def test_a_batch_larger_than_the_budget_is_kept_in_part():
-    for policy in ("mru", "lru"):
+    for policy in ("keep", "lru"):
         tier = MemoryTier(100_000, policy)
         assert 15 <= put(tier, list(range(100)), 1000) < 25
         assert tier.stats().bytes <= 100_000
@@ -388,7 +388,7 @@ def test_too_many_groups_are_forgotten_and_their_rows_can_be_put_again(monkeypat
     assert has(0) and has(18) and has(19), "a group that is there is no further one"
 
 
-@pytest.mark.parametrize("policy", ["mru", "lru"])
+@pytest.mark.parametrize("policy", ["keep", "lru"])
 def test_one_row_is_used_like_those_of_a_batch(policy):
     tier = MemoryTier(20_000, policy)
     put(tier, range(10), 4)

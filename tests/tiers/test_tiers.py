@@ -62,12 +62,12 @@ class Singly:
 
 
 KINDS = {
-    "memory-mru": lambda path, **options: MemoryTier(ROOM, "mru"),
+    "memory-mru": lambda path, **options: MemoryTier(ROOM, "keep"),
     "memory-lru": lambda path, **options: MemoryTier(ROOM, "lru"),
-    "disk-none": lambda path, **options: DiskTier(path, ROOM, "mru", "none", **options),
+    "disk-none": lambda path, **options: DiskTier(path, ROOM, "keep", "none", **options),
     "disk-brotli": lambda path, **options: DiskTier(path, ROOM, "lru", "brotli", **options),
-    "disk-blosc2": lambda path, **options: DiskTier(path, ROOM, "mru", "blosc2", **options),
-    "disk-singly": lambda path, **options: Singly(DiskTier(path, ROOM, "mru", "none", **options)),
+    "disk-blosc2": lambda path, **options: DiskTier(path, ROOM, "keep", "blosc2", **options),
+    "disk-singly": lambda path, **options: Singly(DiskTier(path, ROOM, "keep", "none", **options)),
     "shared": lambda path, **options: SharedTier(os.urandom(16), ROOM, folder=str(path.parent)),
     "stack": lambda path, **options: Stack(path),
 }

@@ -170,7 +170,7 @@ torchcache(
     max_memory_cache_size=1_000_000,
     memory_cache_device="cpu",
     cache_dtype=torch.bfloat16,
-    policy="mru",
+    policy="keep",
     shared_args=("mask", "table"),
     distributed="node",
 )

@@ -24,7 +24,7 @@ from torchcache2.core.private import variable
 from torchcache2.core.process import check_group
 from torchcache2.core.sizes import Size, free_disk, free_memory, host_memory, parse_size
 
-Policy = Literal["mru", "lru"]
+Policy = Literal["keep", "lru", "mru"]  # the last is another name of the first
 MissBatch = Literal["exact", "pad"]
 Distributed = Literal["auto", "off", "node", "collective"]
 Compression = Literal["brotli", "blosc2", "none"]
@@ -42,6 +42,11 @@ def _one_of(names: Any) -> _Option:
     *first, last = map(repr, get_args(names))
     expected = f"{', '.join(first)} or {last}"
     return _Option(expected, lambda value: isinstance(value, str) and value in get_args(names))
+
+
+def plain_policy(policy: Policy) -> Policy:
+    """A policy by the name that is compared."""
+    return "keep" if policy == "mru" else policy
 
 
 def _sorted(names: Any) -> tuple[Any, ...]:
@@ -137,9 +142,9 @@ class CacheSettings:
     cache_dtype : torch.dtype, optional
         Stored dtype of floating-point leaves. Outputs keep their own dtype, and are rounded
         through this one whether they were found or computed.
-    policy : {"mru", "lru"}
-        What a full cache does, in memory and on disk: ``"mru"`` keeps the rows that came first, ``"lru"``
-        drops the least recently used ones.
+    policy : {"keep", "lru"}
+        What a full cache does, in memory and on disk: ``"keep"`` keeps the rows that came first, ``"lru"``
+        drops the least recently used ones. ``"mru"``, as torchcache calls it, is the same as ``"keep"``.
     shared_args : str or sequence of str
         Arguments of forward that belong to the whole batch, such as a mask or a table.
     item_args : str or sequence of str
@@ -164,7 +169,7 @@ class CacheSettings:
     distributed : {"auto", "off", "node", "collective"}
         What the ranks of a job share. ``"node"``: those of one machine have one memory tier of
         `max_memory_cache_size` in all, and an item that one rank computes is not computed by another. Needs
-        Linux, ``policy="mru"`` and ``memory_cache_device="cpu"``. ``"off"``: each process has its own.
+        Linux, ``policy="keep"`` and ``memory_cache_device="cpu"``. ``"off"``: each process has its own.
         ``"auto"``: ``"node"`` where a launcher or `torch.distributed` says that there are several ranks, and
         the other options allow it. ``"collective"``: memory as with ``"auto"``, and all ranks call forward in
         step, send each other the rows that they have, and share out the items that nobody has.
@@ -201,7 +206,7 @@ class CacheSettings:
     compression_quality: int = 1
     memory_cache_device: torch.device | str | None = "cpu"
     cache_dtype: torch.dtype | None = None
-    policy: Policy = "mru"
+    policy: Policy = "keep"
     shared_args: Sequence[str] = ()
     item_args: Sequence[str] = ()
     ignore: Sequence[str] = ()
@@ -235,6 +240,7 @@ class CacheSettings:
             raise OptionError(
                 f"compression_quality={quality}: expected an int from 0 to {most} for {self.compression!r}"
             )
+        object.__setattr__(self, "policy", plain_policy(self.policy))
         for_buckets = {name: getattr(self, name) for name in ("local_dir", "storage_options", "remote_size")}
         object.__setattr__(self, "persistent_cache_dir", place_of(self.persistent_cache_dir, for_buckets))
         if self.storage_options is not None:
@@ -244,7 +250,7 @@ class CacheSettings:
         check_group(self.process_group, is_used=self.distributed == "collective")
         if self.distributed == "node" and not self.can_be_shared:
             raise OptionError(
-                "distributed='node' needs policy='mru' and memory_cache_device='cpu', but these are "
+                "distributed='node' needs policy='keep' and memory_cache_device='cpu', but these are "
                 f"{self.policy!r} and {str(self.memory_cache_device)!r}: processes share rows in the "
                 f"memory of the CPU, and never evict them"
             )
@@ -252,7 +258,7 @@ class CacheSettings:
     @property
     def can_be_shared(self) -> bool:
         """Whether processes can share a memory tier with these options."""
-        return self.policy == "mru" and str(self.memory_cache_device) == "cpu"
+        return self.policy == "keep" and str(self.memory_cache_device) == "cpu"
 
     @property
     def servers(self) -> Servers | None:

@@ -182,7 +182,7 @@ class CachedDataset(Keeper, Dataset[Any]):
         Change it when samples change in a way that the cache cannot see, such as files behind the same paths.
     transform : callable, optional
         Called with each sample after the cache, for example for random augmentation.
-    policy : {"mru", "lru"}
+    policy : {"keep", "lru"}
         What a full folder, or a full server that this library started, does: keep what came first, or drop
         the least recently used.
     compression : {"none", "brotli", "blosc2"}
@@ -263,7 +263,7 @@ class CachedDataset(Keeper, Dataset[Any]):
         name: str | None = None,
         version: str | int | None = None,
         transform: Callable[[Any], Any] | None = None,
-        policy: Policy = "mru",
+        policy: Policy = "keep",
         compression: str = "none",
         allow_random: bool = False,
         verify: float = 0.0,

@@ -51,7 +51,7 @@ class CacheLoader(Keeper):
     capacity_per_node : int, str or float
         How much memory a server that this library starts may take: bytes, a text like ``"4GB"``, or a share
         of what is free.
-    policy : {"mru", "lru"}
+    policy : {"keep", "lru"}
         What a full folder, or a full server that this library started, does: keep what came first, or drop
         the least recently used. Servers in `hosts` keep their own configuration.
     version : str or int, optional
@@ -105,7 +105,7 @@ class CacheLoader(Keeper):
         hosts: Any = None,
         cluster_mode: bool = True,
         capacity_per_node: Size = CAPACITY,
-        policy: Policy = "mru",
+        policy: Policy = "keep",
         version: str | int | None = None,
         compression: str = "none",
         cache_dir: str | os.PathLike[str] | None = None,

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 from torchcache2.core.errors import OptionError
 from torchcache2.core.logs import shown
 from torchcache2.core.places import SCHEMES, Bucket, Servers, check_unused, is_url
-from torchcache2.core.settings import CacheSettings, Policy
+from torchcache2.core.settings import CacheSettings, Policy, plain_policy
 from torchcache2.core.sizes import Size, parse_size
 from torchcache2.tiers.make import disk_budget
 from torchcache2.tiers.redis.server import one_of, own_servers
@@ -170,7 +170,7 @@ class Serving:
         Whether each node uses all servers, or one only.
     capacity : int, str or float
         Memory that a server of our own may take.
-    policy : {"mru", "lru"}
+    policy : {"keep", "lru"}
         What a server of our own does when it is full.
     buffer : int
         So many samples are gathered before they are written.
@@ -199,7 +199,7 @@ class Serving:
             return None
         if hosts is not None:
             hosts = Servers.of(hosts if is_cluster else one_of(hosts), buffer=buffer)
-        return cls(hosts, is_cluster, capacity, options["policy"], buffer)
+        return cls(hosts, is_cluster, capacity, plain_policy(options["policy"]), buffer)
 
     def servers(self) -> Servers:
         """The servers that this node uses; those of our own are started if they do not run yet."""
@@ -228,7 +228,7 @@ def level_settings(options: Mapping[str, Any], serving: Serving | None = None) -
         max_persistent_cache_size=disk,
         persistent=disk != 0 or serving is not None,
         persistent_cache_dir=path,
-        policy=options.get("policy", "mru"),
+        policy=options.get("policy", "keep"),
         compression=options.get("compression", "none"),
         distributed="off",
     )

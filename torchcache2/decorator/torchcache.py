@@ -83,7 +83,7 @@ def torchcache(
     compression_quality: int = 1,
     memory_cache_device: torch.device | str | None = "cpu",
     cache_dtype: torch.dtype | None = None,
-    policy: Policy = "mru",
+    policy: Policy = "keep",
     shared_args: Sequence[str] = (),
     item_args: Sequence[str] = (),
     ignore: Sequence[str] = (),

@@ -25,7 +25,7 @@ from torchcache2.tiers.shared.region import Region
 from torchcache2.tiers.shared.tier import SharedTier
 
 JOB = b"a job of 16 byte"
-KINDS = ["mru", "lru", "moved", "shared"]
+KINDS = ["keep", "lru", "moved", "shared"]
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def make(request, monkeypatch, share):
     def made(budget=10**7, in_use=None):
         if request.param == "shared":
             return share(budget, in_use=in_use)
-        return MemoryTier(budget, "lru" if request.param == "lru" else "mru", in_use=in_use)
+        return MemoryTier(budget, "lru" if request.param == "lru" else "keep", in_use=in_use)
 
     made.kind = request.param
     return made
@@ -154,7 +154,7 @@ def test_how_often_they_go_is_bounded(make):
     assert there(replicas, range(600), 1000) == [] and len(there(tier, range(600), 1000)) > 200
 
 
-@pytest.mark.parametrize("kind", ["mru", "lru"])
+@pytest.mark.parametrize("kind", ["keep", "lru"])
 def test_rows_that_are_owned_do_as_without_replicas(kind):
     """In memory of one process even sizes and evictions are the same."""
     generator = np.random.default_rng(0)
@@ -311,7 +311,7 @@ class Dict(RuleBasedStateMachine):
     widths = st.sampled_from([0, 1, 7, 900])
     kinds = st.booleans()
 
-    @initialize(kind=st.sampled_from(["mru", "lru", "shared"]), budget=st.sampled_from([300_000, 10**8]))
+    @initialize(kind=st.sampled_from(["keep", "lru", "shared"]), budget=st.sampled_from([300_000, 10**8]))
     def make(self, kind, budget):
         self.folder, self.budget = tempfile.TemporaryDirectory(), budget
         self.live, job = set(NAMESPACES[:2]), os.urandom(16)

@@ -256,7 +256,7 @@ def test_who_waits_for_room_gives_up_if_nobody_uploads(path, monkeypatch, log):
     disk.close()
 
 
-@pytest.mark.parametrize("policy", ["mru", "lru"])
+@pytest.mark.parametrize("policy", ["keep", "lru"])
 def test_the_least_recently_used_goes_first_whoever_uses_it(slow, path, policy):
     fill(path, 3, namespace=NAMESPACES[0])  # the last one is the oldest
     fill(path, 3, namespace=NAMESPACES[1])

@@ -618,7 +618,7 @@ def foreign_files(path):
     return {**files, path / "outside.bin": b"o" * 5000, link: b"o" * 5000}
 
 
-@pytest.mark.parametrize("policy", ["mru", "lru"])
+@pytest.mark.parametrize("policy", ["keep", "lru"])
 def test_foreign_files_are_neither_counted_nor_deleted(make, path, policy, log):
     fill(path, 3)
     mine, old = size_of(path), segments(path)
@@ -636,7 +636,7 @@ def test_foreign_files_are_neither_counted_nor_deleted(make, path, policy, log):
     for file, data in files.items():
         assert file.read_bytes() == data
     assert tier.stats().corrupt == 0
-    assert len(warnings_of(log)) == (policy == "mru")  # it was full
+    assert len(warnings_of(log)) == (policy == "keep")  # it was full
 
 
 def newer_tag(path):
@@ -730,7 +730,7 @@ class Measuring(Unsynced):
 
 
 @pytest.mark.parametrize("threads", [True, False], ids=["thread", "no thread"])
-@pytest.mark.parametrize("policy", ["mru", "lru"])
+@pytest.mark.parametrize("policy", ["keep", "lru"])
 @pytest.mark.parametrize("budget", [3_000, 40_000, 400_000])
 @pytest.mark.one_in(2)
 def test_the_budget_is_exceeded_by_a_segment_at_most(path, policy, budget, threads, monkeypatch):
@@ -786,7 +786,7 @@ def test_a_small_budget_makes_small_segments(make, path):
     assert max(file.stat().st_size for file in segments(path)) < 20_000
 
 
-@pytest.mark.parametrize("policy", ["mru", "lru"])
+@pytest.mark.parametrize("policy", ["keep", "lru"])
 def test_rows_that_the_budget_has_no_room_for_do_not_keep_others_out(make, path, policy):
     tier = make(20_000, policy, "none")
     assert put(tier, ["huge"], 6_000) == 0
@@ -797,7 +797,7 @@ def test_rows_that_the_budget_has_no_room_for_do_not_keep_others_out(make, path,
     assert size_of(path) <= 20_000
 
 
-@pytest.mark.parametrize("policy", ["mru", "lru"])
+@pytest.mark.parametrize("policy", ["keep", "lru"])
 def test_a_budget_of_nothing_keeps_nothing(make, path, policy):
     tier = make(0, policy)
     assert put(tier, range(3)) == 0
@@ -859,7 +859,7 @@ def test_lru_drops_the_segments_that_were_not_used_for_longest(make, path):
     assert size_of(path) <= budget
 
 
-@pytest.mark.parametrize("policy", ["mru", "lru"])
+@pytest.mark.parametrize("policy", ["keep", "lru"])
 def test_unused_namespaces_go_first_the_least_recently_used_one_first(make, path, policy):
     names = [(number, row) for number in range(4) for row in range(10)]
     fill(path, 4, namespace=NAMESPACES[0])
@@ -884,7 +884,7 @@ def test_unused_namespaces_go_first_the_least_recently_used_one_first(make, path
     assert not (path / NAMESPACES[0].hex()).exists() and not (path / NAMESPACES[1].hex()).exists()
     assert len(segments(path, NAMESPACES[2])) >= 7
     first = found(tier, names[:20], 1000, NAMESPACES[2])
-    assert (first == names[:20]) == (policy == "mru")
+    assert (first == names[:20]) == (policy == "keep")
 
 
 @pytest.mark.parametrize("by", ["writing", "reading"])

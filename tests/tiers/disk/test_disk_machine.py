@@ -109,7 +109,7 @@ class Directory(RuleBasedStateMachine):
     which = st.integers(0, 2)
 
     @initialize(
-        policy=st.sampled_from(["mru", "lru"]),
+        policy=st.sampled_from(["keep", "lru"]),
         budget=st.sampled_from([LARGE, SMALL]),
         codec=st.sampled_from(["none", "brotli"]),
         threads=st.booleans(),

@@ -88,7 +88,7 @@ def fill(path, names=OLD, width=WIDTH, **options):
 # Every call fails
 
 
-def use(path, fs, *, policy="mru", budget=10**9):
+def use(path, fs, *, policy="keep", budget=10**9):
     """Everything that a handle does; what it found at last, its counts, and what it accepted."""
     tier = handle(path, budget, policy, "none", fs=fs)
     found(tier, OLD, WIDTH)
@@ -193,7 +193,7 @@ def test_any_call_may_fail(tmp_path, log, filled):
 
 
 @pytest.mark.usefixtures("no_threads")
-@pytest.mark.parametrize("policy", ["mru", "lru"])
+@pytest.mark.parametrize("policy", ["keep", "lru"])
 def test_any_call_may_fail_while_room_is_made(tmp_path, log, policy):
     for number in range(2):
         fill(tmp_path / "filled", [("unused", number, i) for i in range(10)], WIDTH, codec="none")

@@ -76,7 +76,7 @@ def test_a_server_does_what_is_needed_and_nothing_else(place, program):
 
 
 def test_a_server_allows_what_clients_need(place, program):
-    clients = Clients(own_servers("50MB", "mru"))
+    clients = Clients(own_servers("50MB", "keep"))
     clients.check()
     assert clients.faults == 0 and clients.each(b"DBSIZE") == [0]
     assert list(clients.scan(b"torchcache2:*")) in ([], [[]])
@@ -86,7 +86,7 @@ def test_a_server_allows_what_clients_need(place, program):
 def test_only_this_user_can_enter(place):
     before = os.umask(0)
     try:
-        own_servers("50MB", "mru")
+        own_servers("50MB", "keep")
     finally:
         os.umask(before)
     (folder,) = place.folders
@@ -96,8 +96,8 @@ def test_only_this_user_can_enter(place):
 
 
 def test_the_first_limits_stand(place, log):
-    first = own_servers("50MB", "mru")
-    assert own_servers("50MB", "mru") == first and own_servers(50_000_000, "mru") == first
+    first = own_servers("50MB", "keep")
+    assert own_servers("50MB", "keep") == first and own_servers(50_000_000, "keep") == first
     assert [record for record in log if record.levelno == logging.INFO] == []
     assert own_servers("60MB", "lru").servers == first.servers
     (line,) = (record.getMessage() for record in log if record.levelno == logging.INFO)
@@ -107,20 +107,20 @@ def test_the_first_limits_stand(place, log):
 def test_a_share_is_of_what_is_free(place, log, monkeypatch):
     free = iter([10**9, 9 * 10**8])
     monkeypatch.setattr(ownserver, "free_memory", lambda device: next(free))
-    first = own_servers(0.25, "mru")
-    assert own_servers(0.25, "mru") == first and [r for r in log if r.levelno == logging.INFO] == []
+    first = own_servers(0.25, "keep")
+    assert own_servers(0.25, "keep") == first and [r for r in log if r.levelno == logging.INFO] == []
     with contextlib.closing(client(first.servers[0])) as user:
         assert user.info("memory")["maxmemory"] == 25 * 10**7
 
 
 def test_a_server_without_room_keeps_nothing(place):
-    user = client(own_servers(0, "mru").servers[0])
+    user = client(own_servers(0, "keep").servers[0])
     with contextlib.closing(user), pytest.raises(redis.exceptions.OutOfMemoryError):
         user.set("torchcache2:a", 1)
 
 
 def test_the_password_is_in_no_text(place, log):
-    servers = own_servers("50MB", "mru")
+    servers = own_servers("50MB", "keep")
     password = dict(servers.servers[0].options)["password"]
     assert len(password) >= 40 and password in (place.folders[0] / "server").read_text()
     hashed = hashlib.sha256(password.encode()).hexdigest()
@@ -137,7 +137,7 @@ def test_a_program_that_does_not_start_is_passed_over(place, monkeypatch):
         fake(place, "old", "#!/bin/sh\necho too old >&2\nexit 1"),
     ]
     monkeypatch.setattr(ownserver, "find_servers", lambda: [*wrong, *PROGRAMS])
-    assert answers(own_servers("50MB", "mru").servers[0])
+    assert answers(own_servers("50MB", "keep").servers[0])
 
 
 def test_programs_that_do_not_start_are_named_with_what_they_printed(place, monkeypatch):
@@ -149,7 +149,7 @@ def test_programs_that_do_not_start_are_named_with_what_they_printed(place, monk
     ]
     monkeypatch.setattr(ownserver, "find_servers", lambda: wrong)
     with pytest.raises(OptionError) as caught:
-        own_servers("50MB", "mru")
+        own_servers("50MB", "keep")
     text = str(caught.value)
     assert "wrong: [Errno 8]" in text and "old: first | second | library missing" in text
     assert "mute: it printed nothing" in text and "#" not in text
@@ -160,45 +160,45 @@ def test_no_program_is_an_error_that_says_what_to_install(place, monkeypatch):
     monkeypatch.setattr(ownserver, "find_servers", list)
     advice = 'pip install "torchcache2[redis]", or install redis or valkey'
     with pytest.raises(OptionError, match=re.escape(advice)):
-        own_servers("50MB", "mru")
+        own_servers("50MB", "keep")
     place.all_ended()
 
 
 def test_no_interpreter_is_an_error(place, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(OptionError, match="/nowhere/python"):
-        own_servers("50MB", "mru")
+        own_servers("50MB", "keep")
     place.all_ended()
 
 
 def test_a_capacity_that_does_not_parse_is_an_error(place):
     with pytest.raises(OptionError, match="capacity_per_node='much'"):
-        own_servers("much", "mru")
+        own_servers("much", "keep")
     assert place.folders == []
 
 
 def test_a_folder_that_others_can_enter_is_not_used(place):
-    servers = own_servers("50MB", "mru")
+    servers = own_servers("50MB", "keep")
     (folder,) = place.folders
     let_go(servers.guard)
     place.all_ended()
     folder.mkdir()
     folder.chmod(0o755)
     with pytest.raises(OptionError, match="is not a folder that this user alone can enter"):
-        own_servers("50MB", "mru")
+        own_servers("50MB", "keep")
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "{", '{"address": {"path": "/nowhere", "password": ""}, "limits": ["1", 1, "mru"]}'],
+    ["", "[]", "{", '{"address": {"path": "/nowhere", "password": ""}, "limits": ["1", 1, "keep"]}'],
     ids=["empty", "list", "cut", "gone"],
 )
 def test_a_file_that_names_no_server_is_written_anew(place, text):
-    first = own_servers("50MB", "mru")
+    first = own_servers("50MB", "keep")
     (folder,) = place.folders
     pids = place.about["pid"], place.about["watcher"]
     (folder / "server").write_text(text)
-    second = own_servers("50MB", "mru")
+    second = own_servers("50MB", "keep")
     assert second.servers[0].name == first.servers[0].name and second != first
     assert place.about["pid"] != pids[0] and answers(second.servers[0])
     wait_until(lambda: not any(map(start_time, pids)))
@@ -210,7 +210,7 @@ def test_a_path_that_is_too_long_for_a_socket_is_not_used(place, monkeypatch, tm
     long.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(long))
     monkeypatch.setenv("TORCHCACHE_JOB", str(long))
-    servers = own_servers("50MB", "mru")
+    servers = own_servers("50MB", "keep")
     try:
         assert servers.guard.startswith("/tmp/torchcache2_redis_") and answers(servers.servers[0])
     finally:
@@ -222,7 +222,7 @@ def test_a_path_with_odd_characters(place, monkeypatch):
     odd = place.path / 'a "b\\ä # c'
     odd.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(odd))
-    servers = own_servers("50MB", "mru")
+    servers = own_servers("50MB", "keep")
     assert answers(servers.servers[0])
     let_go(servers.guard)
     wait_until(lambda: not list(odd.iterdir()))
@@ -230,10 +230,10 @@ def test_a_path_with_odd_characters(place, monkeypatch):
 
 def test_a_server_that_is_stopped_is_found(place, monkeypatch):
     """It may go on; until then it is a fault."""
-    first = own_servers("50MB", "mru")
+    first = own_servers("50MB", "keep")
     monkeypatch.setattr(ownserver, "_ANSWERS", 0.02)
     os.kill(place.about["pid"], signal.SIGSTOP)
-    assert own_servers("50MB", "mru") == first
+    assert own_servers("50MB", "keep") == first
     let_go(first.guard)
     place.all_ended()
 
@@ -241,7 +241,7 @@ def test_a_server_that_is_stopped_is_found(place, monkeypatch):
 def test_coming_and_going(place):
     """Who joins while the last one leaves has a server that answers."""
     for _ in range(8):
-        servers = own_servers("50MB", "mru")
+        servers = own_servers("50MB", "keep")
         assert answers(servers.servers[0])
         hold(servers)
         let_go(servers.guard)
@@ -271,7 +271,7 @@ def test_a_port_that_is_taken_meanwhile_is_tried_again(place, host, program, mon
         ports = [taken.getsockname()[1], free(host)]
         tried = iter(ports)
         monkeypatch.setattr(watcher, "_free_port", lambda host: next(tried))
-        lines = configuration(str(place.path), host, "secret", 10**7, "mru")
+        lines = configuration(str(place.path), host, "secret", 10**7, "keep")
         assert started(lines, host, [program]) == ports[-1]
         monkeypatch.setattr(watcher, "_free_port", lambda host: ports[0])
         monkeypatch.setattr(watcher, "_PORTS", 2)

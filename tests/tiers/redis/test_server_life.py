@@ -19,7 +19,7 @@ from torchcache2.tiers.redis.server import hold
 from torchcache2.tiers.redis.server import own_servers
 from tests.helpers.ownserver import answers
 
-servers = own_servers("50MB", "mru")
+servers = own_servers("50MB", "keep")
 print("started", os.getpid(), flush=True)
 """
 WAIT = START + "time.sleep(60)\n"
@@ -78,10 +78,10 @@ def test_no_process_is_left_when_the_server_ends(start, place):
 
 
 def test_another_server_is_started_when_one_has_ended(place):
-    first = own_servers("50MB", "mru")
+    first = own_servers("50MB", "keep")
     both = pids(place)
     os.kill(both[0], signal.SIGKILL)
-    second = own_servers("50MB", "mru")
+    second = own_servers("50MB", "keep")
     assert answers(second.servers[0]) and not any(map(start_time, both[:1]))
     wait_until(lambda: start_time(both[1]) == 0)
     assert answers(second.servers[0]) and first.guard == second.guard
@@ -113,7 +113,7 @@ def test_what_is_left_when_everything_is_killed_is_removed_by_the_next(start, pl
     empty.mkdir(0o700)
     strange = place.path / f"{left.name[:-4]}ffff"
     strange.mkdir(0o755)
-    servers = own_servers("50MB", "mru")
+    servers = own_servers("50MB", "keep")
     assert place.folders == sorted([strange, place.path / os.path.basename(os.path.dirname(servers.guard))])
     let_go(servers.guard)
     strange.rmdir()
@@ -214,7 +214,7 @@ def child(servers):
 {LEFT}
 
 if __name__ == "__main__":
-    servers = own_servers("50MB", "mru")
+    servers = own_servers("50MB", "keep")
     multiprocessing.get_context("spawn").Process(target=child, args=(servers,)).start()
     time.sleep(60)
 """
@@ -228,7 +228,7 @@ def pickled(start, place):
     )
     wait_until((place.path / "pickled").exists)
     load = "servers = pickle.load(open('pickled', 'rb'))"
-    script = START.replace('servers = own_servers("50MB", "mru")', load)
+    script = START.replace('servers = own_servers("50MB", "keep")', load)
     return process, start(f"{script}if True:\n{LEFT}", cwd=place.path)
 
 
@@ -244,7 +244,7 @@ def test_a_process_that_gets_the_servers_keeps_the_server(how, start, place):
 
 
 def test_a_guard_of_a_server_that_has_ended_is_nothing(place):
-    servers = own_servers("50MB", "mru")
+    servers = own_servers("50MB", "keep")
     let_go(servers.guard)
     place.all_ended()
     hold(Servers(servers.servers, guard=servers.guard))

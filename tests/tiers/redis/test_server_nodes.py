@@ -30,8 +30,8 @@ if "loopback" in options:
     ownserver._addresses = lambda: ("127.0.1.1", "127.0.1.1") if RANK == 0 else far
     ownserver._is_loopback = lambda address: address.startswith("127.0.1.")
 try:
-    servers = own_servers("50MB", "mru", cluster_mode="alone" not in options, buffer=3)
-    again = own_servers("50MB", "mru", cluster_mode="alone" not in options)
+    servers = own_servers("50MB", "keep", cluster_mode="alone" not in options, buffer=3)
+    again = own_servers("50MB", "keep", cluster_mode="alone" not in options)
 except OptionError as error:
     print("error", error)
 else:
@@ -119,9 +119,9 @@ def test_without_a_process_group_several_nodes_are_an_error(monkeypatch, place):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(OptionError, match=r"call torch\.distributed\.init_process_group before"):
-        own_servers("50MB", "mru")
+        own_servers("50MB", "keep")
     assert place.folders == []
-    assert str(own_servers("50MB", "mru", cluster_mode=False)).startswith("unix:")
+    assert str(own_servers("50MB", "keep", cluster_mode=False)).startswith("unix:")
 
 
 def test_the_address_is_that_by_which_the_master_is_reached(monkeypatch):
@@ -133,7 +133,7 @@ def test_the_address_is_that_by_which_the_master_is_reached(monkeypatch):
 
 
 def test_a_server_that_listens_does_so_at_one_address(place):
-    found = find_or_start(os.urandom(16), "127.0.0.1", "50MB", "mru")
+    found = find_or_start(os.urandom(16), "127.0.0.1", "50MB", "keep")
     assert answers(found.server)
     (folder,) = place.folders
     assert {path.name for path in folder.iterdir()} == {"server", "held"}
@@ -141,7 +141,7 @@ def test_a_server_that_listens_does_so_at_one_address(place):
     for other in ("127.0.0.2", "::1"):
         elsewhere = Server.of({"host": other, "port": port, "password": "any"})
         assert not answers(elsewhere)
-    again = find_or_start(bytes.fromhex(folder.name[-32:]), "127.0.0.1", "50MB", "mru")
+    again = find_or_start(bytes.fromhex(folder.name[-32:]), "127.0.0.1", "50MB", "keep")
     assert again == found
     about = json.loads((folder / "server").read_text())
     let_go(found.guard)

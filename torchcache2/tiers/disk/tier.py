@@ -48,8 +48,8 @@ class DiskTier(Tier):
         The directory; made if it does not exist.
     budget : int
         Bytes of the whole directory, whoever wrote them. Each writer exceeds it by one segment at most.
-    policy : {"mru", "lru"}
-        If it is full of rows in use, ``mru`` stops writing; ``lru`` deletes what was not used for longest.
+    policy : {"keep", "lru"}
+        If it is full of rows in use, ``keep`` stops writing; ``lru`` deletes what was not used for longest.
     codec : {"brotli", "blosc2", "none"}
     quality : int, of the codec
     queue : int
@@ -90,7 +90,7 @@ class DiskTier(Tier):
         self,
         path: str | os.PathLike[str],
         budget: int = 10_000_000_000,
-        policy: Policy = "mru",
+        policy: Policy = "keep",
         codec: str = "brotli",
         quality: int = 1,
         *,

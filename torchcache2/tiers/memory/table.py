@@ -4,7 +4,7 @@ Keys of one group have everything but the item's content in common: arguments, m
 rows are in one arena or in few, so that a look-up asks these, however many arenas a namespace has.
 
 When the budget is full, replicas, which other ranks own, are forgotten first, and then namespaces that
-nothing alive uses, beginning with the least recently used one. After that ``mru`` keeps the rows that came
+nothing alive uses, beginning with the least recently used one. After that ``keep`` keeps the rows that came
 first, and ``lru`` forgets the least recently used rows.
 
 All replicas go at once, and those that come later leave a quarter of what they took to other rows. So how

@@ -1,7 +1,7 @@
 """`MemoryTier`: rows in RAM (or on a device) under an exact byte budget.
 
 Each pair of namespace and schema has an arena. When the budget is full, rows of namespaces that nothing alive
-uses are forgotten first. After that ``mru`` keeps the rows that came first: if every epoch reads every item
+uses are forgotten first. After that ``keep`` keeps the rows that came first: if every epoch reads every item
 once, no policy finds more. ``lru`` forgets the least recently used rows, which suits serving.
 
 Safe under threads: one lock covers look-up and copy, because under ``lru`` rows move.
@@ -39,7 +39,7 @@ class MemoryTier(Tier):
     ----------
     budget : int
         Bytes that are never exceeded, bookkeeping included.
-    policy : {"mru", "lru"}
+    policy : {"keep", "lru"}
     device : torch.device, optional
         Where rows lie; None: where the put rows were.
     in_use : callable, optional
@@ -57,7 +57,7 @@ class MemoryTier(Tier):
     def __init__(
         self,
         budget: int,
-        policy: Policy = "mru",
+        policy: Policy = "keep",
         device: torch.device | None = None,
         in_use: Callable[[], Collection[bytes]] | None = None,
         runtime: Runtime = CUDA,
@@ -264,7 +264,7 @@ class MemoryTier(Tier):
         self._arenas.last_used[keys.namespace] = self._clock
         kept = self._arenas.make_room(keys, arena, len(keys), evicts)
         if kept < len(keys):
-            if self.policy == "mru" and not self._spills and not self._arenas.has_replicas(keys.namespace):
+            if self.policy == "keep" and not self._spills and not self._arenas.has_replicas(keys.namespace):
                 self._told(
                     "full",
                     "the memory cache is full (%d bytes): new items are computed at every call. "

@@ -57,7 +57,7 @@ COMMANDS = (  # that clients use; the server refuses all others
     *("get", "mget", "exists", "set", "del", "unlink"),
 )
 _KEYS = "torchcache2:*"
-_POLICIES = {"mru": "noeviction", "lru": "allkeys-lru"}
+_POLICIES = {"keep": "noeviction", "lru": "allkeys-lru"}
 # When memory runs out, the system is to end the cache, not who trains.
 _EXPENDABLE = 500
 _BYTES = 2048  # that a rank says at once
@@ -79,7 +79,7 @@ def own_servers(capacity: Size, policy: Policy, *, cluster_mode: bool = True, bu
     ----------
     capacity : int, float or str
         Bytes that each server may use; the first process on a node decides.
-    policy : {"mru", "lru"}
+    policy : {"keep", "lru"}
         What a server does that is full: keep the rows that it has, or make room.
     cluster_mode : bool
         Whether the nodes share their rows; if not, each has its own.
@@ -442,7 +442,7 @@ def configuration(folder: str, where: str, password: str, capacity: int, policy:
         The text has its hash only.
     capacity : int
         Bytes of memory that the server may use.
-    policy : {"mru", "lru"}
+    policy : {"keep", "lru"}
         Whether rows that are there stay when it is full, or make room.
     """
     secret = hashlib.sha256(password.encode()).hexdigest()
