@@ -291,3 +291,8 @@ def test_values_that_options_take():
     assert settings.cache_dtype is torch.bfloat16
     assert settings.policy == "lru"
     assert settings.shared_args == ("mask", "table")
+
+
+def test_mru_is_another_name_of_keep():
+    assert CacheSettings(policy="mru") == CacheSettings() != CacheSettings(policy="lru")
+    assert CacheSettings(policy="lru").replace({"policy": "mru"}).policy == "keep"

@@ -91,7 +91,7 @@ _OPTIONS = {
         "None or a floating-point torch.dtype, such as torch.bfloat16",
         lambda dtype: dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point),
     ),
-    "policy": _one_of(Policy),
+    "policy": _one_of(Policy)._replace(expected="'keep' or 'lru'"),
     "shared_args": _NAMES,
     "item_args": _NAMES,
     "ignore": _NAMES._replace(
