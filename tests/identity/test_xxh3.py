@@ -157,7 +157,7 @@ def test_without_triton_keys_are_computed_on_the_host(digests, monkeypatch, log)
     assert (keys_of(x) == keys).all()
     (record,) = log
     assert record.levelno == logging.INFO
-    assert "on the host" in record.getMessage() and "pip install 'torchcache2[gpu]'" in record.getMessage()
+    assert "to the host" in record.getMessage() and "pip install 'torchcache2[gpu]'" in record.getMessage()
 
 
 @pytest.mark.parametrize("error", [torch.cuda.OutOfMemoryError("no memory"), RuntimeError("no driver")])

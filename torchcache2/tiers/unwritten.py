@@ -47,11 +47,11 @@ class Slabs:
 class OwnRows:
     """A private copy of rows on the host; rows of an accelerator may arrive later.
 
-    The `rows` are on any device, and the caller may write to them afterwards. Memory comes from `slabs`. Few
-    rows on the host are copied later, by `Pending.add`, within the same call of the caller.
+    The `rows` are on any device, and the caller may write to them afterwards. Memory comes from `slabs`. With
+    `is_added`, few rows on the host are not copied yet: `Pending.add` does that, before the caller goes on.
     """
 
-    def __init__(self, rows: Rows, slabs: Slabs) -> None:
+    def __init__(self, rows: Rows, slabs: Slabs, *, is_added: bool = False) -> None:
         self.schema = rows.schema
         plain = rows.in_logical_order()
         self.nbytes = len(rows) * rows.schema.row_bytes
@@ -63,7 +63,8 @@ class OwnRows:
             self._arriving: Arriving | None = Arriving(columns)
             return
         self._arriving = None
-        self.is_copied = len(rows) > _FEW or any(column.device != _CPU for column in plain.columns)
+        is_here = all(column.device == _CPU for column in plain.columns)
+        self.is_copied = not (is_added and is_here and len(rows) <= _FEW)
         if not self.is_copied:
             self._rows = plain
             return

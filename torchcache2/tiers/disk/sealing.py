@@ -177,7 +177,7 @@ class Sealing:
 
     def keep(self, keys: Keys, rows: Rows) -> int:
         """Have the rows that are not here yet wait to be written; returns how many these are."""
-        own = OwnRows(rows, self._slabs)
+        own = OwnRows(rows, self._slabs, is_added=True)
         with self._known.lock():
             self._known.begin()
             if self._known.closed or self._known.writer is None:
