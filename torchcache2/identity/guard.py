@@ -288,6 +288,8 @@ def content(container: Any, most: int = _LARGE) -> tuple[Any, ...]:
 
 def _kind(container: Any) -> Any:
     """The class of a container of objects; None if it is an array of numbers or bytes."""
+    if type(container) in _KINDS:  # as nearly all are
+        return type(container)
     if isinstance(container, np.ndarray):
         return np.ndarray if container.dtype.hasobject else None
     return next((kind for kind in _KINDS if issubclass(type(container), kind)), None)
@@ -351,6 +353,8 @@ def _copied(container: Any) -> Any:
 def _restore(container: Any, before: Any) -> None:
     """Put back the content of a container if it has changed, whatever methods a subclass has of its own."""
     kind = _kind(container)
+    if type(container) in _KINDS and not container and not before:
+        return
     if isinstance(container, np.ndarray):
         if before is not None and _bytes(container) != _bytes(before):
             container[...] = before
@@ -375,7 +379,7 @@ def _restore(container: Any, before: Any) -> None:
 def _restore_fields(fields: Any, before: dict[Any, Any]) -> None:
     """Give names their former values."""
     kind = _kind(fields)
-    now = dict(zip(*_elements(fields, kind), strict=True))
+    now = fields if kind is type(fields) else dict(zip(*_elements(fields, kind), strict=True))
     for name in now.keys() - before.keys():
         kind.pop(fields, name, None)
     for name, value in before.items():
