@@ -147,3 +147,13 @@ def test_of_a_dataset_that_is_not_cached():
     closed.close()
     with pytest.raises(NotCachedError, match="closed"):
         closed.estimate()
+
+
+@pytest.mark.parametrize(("most", "fits"), [(None, True), ("1MB", False), ("10MB", True)])
+def test_a_bucket_has_room_for_more_than_its_local_folder(tmp_path, most, fits):
+    options = {"memory_size": 0, "disk_size": "1MB", "compression": "none", "remote_size": most}
+    cached = CachedDataset([torch.zeros(2000)] * 500, f"file://{tmp_path}/bucket", name="zeros", **options)
+    found = cached.estimate()
+    assert (found.fits, found.fits_disk, found.lacks_disk) == (fits, fits, False)
+    assert "bucket 4.0 MB" in str(found) and "disk_size=" not in str(found)
+    cached.close()

@@ -112,7 +112,7 @@ class Loop:
         self._is_stopped = False
         self._lock = ProcessLock()
         self._thread: threading.Thread | None = None
-        # A finalizer may `put` at any point: that takes no lock.
+        # The garbage collector may end a loop at any point: to put into this queue needs no lock.
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     def bring(self, keys_of: KeysOf, read: Read) -> None:
@@ -166,7 +166,7 @@ class Loop:
     def _has_thread(self) -> bool:
         """Whether the thread lives, which is started if there was none."""
         if self._thread is None:
-            # The process waits for it when it ends: torch's code may abort where a thread is stopped in it.
+            # It is no daemon: a daemon thread that the exit stops within torch's code may abort the process.
             thread = threading.Thread(target=_work, args=(self._tasks,), name="torchcache2 ahead")
             try:
                 thread.start()
@@ -233,7 +233,7 @@ class Ahead:
         try:
             while held or not is_done:
                 try:
-                    # What Accelerate's loaders do after their last batch has to wait until that was used.
+                    # After their last batch, Accelerate's loaders reset state that its step still needs.
                     while not is_done and len(held) <= (0 if is_last else self.batches):
                         batch = next(pulled)
                         is_last = bool(getattr(self.loader, "end_of_dataloader", False))

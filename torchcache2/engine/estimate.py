@@ -17,7 +17,7 @@ from torchcache2.core.memory import to_host
 from torchcache2.core.process import ranks_here
 from torchcache2.core.rows import Rows, Schema
 from torchcache2.core.settings import CacheSettings
-from torchcache2.core.sizes import free_disk, size_text
+from torchcache2.core.sizes import free_disk, parse_size, size_text
 from torchcache2.core.values import leaves_of
 from torchcache2.engine.stack import TierStack
 from torchcache2.engine.values.outputs import Lists, rows_of, stored
@@ -41,7 +41,7 @@ class Need(NamedTuple):
     Attributes
     ----------
     tier : str
-        ``memory``, ``disk`` or ``remote``.
+        ``memory``, ``disk``, ``remote`` (servers) or ``bucket``.
     bytes : int
         Compressed as they are there, if it is known how well; in memory with their index.
     budget : int or None
@@ -130,10 +130,14 @@ def estimated(
         return Estimate(None, row, packed, text=f"{each}; the number of items is unknown")
     needs = []
     for tier in tiers.tiers:
-        # All ranks fill a folder together, those of a machine the memory that they share.
+        # All ranks together fill a folder; the ranks of one machine fill the memory that they share.
         count = total if tier.is_lasting else min(total, mine * ranks_here() if tier.is_shared else mine)
         size = row + _INDEX_BYTES if not tier.is_lasting else row if packed is None else packed
-        needs.append(Need(tier.name, count * size, getattr(tier, "budget", None)))
+        name, budget = tier.name, getattr(tier, "budget", None)
+        if tier.is_lasting and tiers.settings.bucket is not None:  # its local folder need not have all rows
+            most = tiers.settings.bucket.remote_size
+            name, budget = "bucket", None if most is None else parse_size("remote_size", most)
+        needs.append(Need(name, count * size, budget))
     shares = [need.share for need in needs]
     fits = (sum(shares) if tiers.fills_up else max(shares)) >= 1
     disk = next((need for need in needs if need.tier == "disk" and need.budget), None)
@@ -243,7 +247,7 @@ def row_sizes(parts: Sequence[Rows], settings: CacheSettings) -> Sizes:
         size = 0
         for batches in segments.values():
             found = encode(batches, made)
-            # Without the header, which many more rows share.
+            # The header does not count: a real segment has far more rows to share it.
             size += found.layout.row_data_bytes + sum(array.nbytes for array in found.index.values())
     except UnserialisableError:  # they stay in memory
         return total, None

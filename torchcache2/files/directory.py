@@ -150,7 +150,7 @@ def is_left_over(name: str) -> bool:
 def stated_format(tag: bytes) -> int | None:
     """The format that a ``CACHEDIR.TAG`` states; None if it is another program's."""
     match = _IS_OURS.search(tag)
-    # Python refuses numbers with thousands of digits; the first digits show that a format is unknown.
+    # `int` refuses a text of thousands of digits; its first digits show that the format is unknown.
     return int(match[1][:_MOST_DIGITS]) if match else None
 
 

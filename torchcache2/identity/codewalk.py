@@ -101,7 +101,7 @@ class CodeWalk(Encoder):
         self._taken_names: set[str] = set()  # names and texts in project code
         self._words_of_others: set[str] = set()  # in files of packages that may read what was left out
         self._whole: dict[int, types.ModuleType] = {}  # modules of which code may take any name
-        # By id, classes of others: anybody may put there what code takes. Those of tensors are never met.
+        # Classes of others, by id, as users may set attributes there. No walk leads to those of tensors.
         self._foreign: dict[int, type] = {id(kind): kind for kind in (Tensor, nn.Parameter)}
         self._held: set[int] = set()  # ids of those that code may pass on, as it has them as a value
         self._computes_names = False  # whether project code reads attributes by computed names

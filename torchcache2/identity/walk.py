@@ -158,7 +158,7 @@ class Walk(CodeWalk):
         super().__init__(tokens, texts, ignore)
         self.generators: list[Any] = []  # random generators, whose state is not part of the namespace
         self.opaque: list[str] = []  # where something was met whose changes leave no sign
-        # Containers by id, with their content at that time, and where they were seen.
+        # Containers by id: their content when the walk read it, and where they were.
         self.containers: dict[int, tuple[Any, tuple[Any, ...], str]] = {}
         self.tensors: dict[str, Tensor] = {}  # by path; their content becomes part of the namespace later
         # Every module that was met, the attributes of it that were read, and those that were left out. A root

@@ -124,7 +124,7 @@ class BucketFolder(FileSystem):
         for name in _OF_FILES_HERE:
             setattr(self, name, getattr(fs, name))
 
-    # What is in the folder.
+    # Listing and opening files.
 
     def listing(self, path: str) -> list[FileInfo]:
         """The files and folders in a folder, and the segments that have a head."""
@@ -220,7 +220,7 @@ class BucketFolder(FileSystem):
         self.forget(path)
         raise FileNotFoundError(path + HEAD) from None
 
-    # What is read.
+    # Reading.
 
     def will_need(self, file: Descriptor, offset: int, size: int) -> None:
         """Have a range fetched together with others of this thread, when one of them is read."""
@@ -320,7 +320,7 @@ class BucketFolder(FileSystem):
         self._doubted.add(path)
         return is_first
 
-    # What is here.
+    # Blocks that are in the folder.
 
     def _attach(self, file: _Sparse) -> bool:
         """Open what is here of a segment, or begin it if there is room."""
@@ -423,7 +423,7 @@ class BucketFolder(FileSystem):
             first, last = start // _BLOCK, -(-end // _BLOCK)
             self._fs.write_all(file.files.map, [memoryview(bytes([state]) * (last - first))], first)
 
-    # What is fetched.
+    # Fetching blocks.
 
     def _claim(self, file: _Sparse, start: int, end: int, ahead: int) -> list[_Range]:
         """The missing blocks of a range, and with `ahead` those around it: nobody else fetches them now."""
