@@ -45,6 +45,8 @@ _CPU = torch.device("cpu")
 _SHARED_OUT = ("num_replicas", "num_processes")  # attributes of what gives each rank its own part already
 _ADVICE = "pass inputs, which maps a batch of samples to the arguments, such as inputs=lambda batch: batch[1]"
 
+_EMPTY = "data is empty: it gave no batch. Was it read to its end before?"
+
 
 def warm_up(
     self: Any,
@@ -140,7 +142,7 @@ def _warmed_up(
     finally:
         progress.close()
     if progress.batches == 0 and share.items != 0 and where.rank == 0:
-        raise OptionError("data is empty: it gave no batch. Was it read to its end before?")
+        raise OptionError(_EMPTY)
     self.flush()
     return progress.stats()
 
@@ -195,8 +197,8 @@ def estimate(
 ) -> Estimate:
     """The cost of caching the items of a dataset: bytes in memory and on disk, and time.
 
-    A few batches run through the plain forward. What they give is compressed as it would be on disk, and
-    dropped: nothing is stored of them. Generators of random numbers are afterwards as before.
+    A few batches run through the plain forward. Their outputs are compressed as they would be on disk, and
+    then dropped: nothing is stored. Random generators keep their state.
 
     Parameters
     ----------
@@ -246,7 +248,7 @@ def estimate(
                 raise NotCachedError(f"{self.name}: its output cannot be stored: {error}") from None
             start = time.perf_counter()
     if looks.items == 0:
-        raise OptionError("data is empty: it has given no batch. Has somebody else read it to its end?")
+        raise OptionError(_EMPTY)
     mine, total = share.items, share.total
     if mine is None and isinstance(share.batches, Sized):
         mine = total = max(looks.items, len(share.batches) * looks.items // len(looks))
