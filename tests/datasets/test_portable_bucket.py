@@ -209,7 +209,7 @@ def test_one_session_opens_a_dataset_and_asks_for_each_thing_once(tmp_path, monk
         with contextlib.closing(CachedDataset(Batched(COUNT), name="x", **options)) as cached:
             cached.warmup(batch_size=20)
         assert len(made) == 1
-        options = options_of(bucket, tmp_path / "reader", disk_size=1)
+        options = options_of(bucket, tmp_path / "reader", disk_size="1B")
         for number, count in [(2, 5), (3, 3)]:  # with a listing of the segments, and their heads; without
             before = len(proxy.requests)
             with contextlib.closing(CachedDataset(None, **options)):
