@@ -49,7 +49,11 @@ WRONG = [
     ),
     ("compression", [None, "", "zstd", "Brotli", True, b"none", ["none"]], "'brotli', 'blosc2' or 'none'"),
     ("compression_quality", [None, -1, 12, True, 1.0, "1"], "an int from 0 to 11"),
-    ("memory_cache_device", ["gpu", "", "cpu:x", 1.5, [], "meta", "cuda:99"], "None, or a device of this machine that holds data"),
+    (
+        "memory_cache_device",
+        ["gpu", "", "cpu:x", 1.5, [], "meta", "cuda:99"],
+        "None, or a device of this machine that holds data",
+    ),
     (
         "cache_dtype",
         [torch.int8, torch.bool, torch.complex64, "float16", float, np.float32],

@@ -292,7 +292,10 @@ def test_a_sample_that_cannot_be_stored_cannot_be_measured(shard):
             {"min_elements": 11, "memory_size": 4000, "overflow": 0},
             "has more than 10: overflow=0, and 4.0 kB have room for about 40 samples of 100 B, for 4 ranks$",
         ),
-        ({"memory_size": "300B", "overflow": 0}, "no rank would have any of 100 samples: overflow=0, and 300 B"),
+        (
+            {"memory_size": "300B", "overflow": 0},
+            "no rank would have any of 100 samples: overflow=0, and 300 B",
+        ),
     ],
 )
 def test_a_shard_that_is_too_small_is_an_error_with_the_numbers(shard, options, message):

@@ -91,7 +91,7 @@ def test_what_warmup_has_brought_to_a_bucket_is_served(scheme, tmp_path, capsys)
                 same(sample, sample_of(index, "dict"))
             stats = cached.stats()
             assert stats.misses == stats.faults == 0 and stats.hits == COUNT
-            with pytest.raises(NotCachedError, match=f"rm [0-9a-f]+ --dir {bucket.url}"):
+            with pytest.raises(NotCachedError, match=f"rm {bucket.url} [0-9a-f]+"):
                 cached.clear()
     for file in segments(tmp_path / "writer"):  # what the bucket lacks is not brought there by a reader
         file.with_name("0" + file.name[1:]).write_bytes(file.read_bytes())

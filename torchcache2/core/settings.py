@@ -63,8 +63,10 @@ def _device(value: Any) -> Any:
 
 def _is_here(device: torch.device) -> bool:
     """Whether this machine has such a device, as far as torch knows without initialising it."""
+    if device.type in ("cpu", "meta"):
+        return device.type == "cpu"
     count = getattr(getattr(torch, device.type, None), "device_count", None)
-    return device.type == "cpu" or (device.type != "meta" and (count is None or (device.index or 0) < count()))
+    return count is None or (device.index or 0) < count()
 
 
 def _share(value: Any) -> float:
