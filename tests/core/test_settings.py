@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchcache2 import CacheSettings, OptionError, TorchcacheError, torchcache
+from torchcache2 import CacheSettings, OptionError, TorchcacheError
 from torchcache2.core.settings import disabled_by_environment
 from torchcache2.core.sizes import host_memory, parse_size
 
