@@ -152,7 +152,7 @@ def test_a_fingerprint_that_is_no_file(path, tmp_path, log, capfd, kind):
         assert code == 0, text
     assert command("export", path, tmp_path / "x.tar", capfd=capfd)[0] == 0
     assert command("prune", "--max-size", "1B", path, capfd=capfd)[0] == 0
-    assert command("rm", "--dir", path, "--yes", A.hex(), capfd=capfd)[0] in (0, 2)
+    assert command("rm", path, "--yes", A.hex(), capfd=capfd)[0] in (0, 2)
     assert is_there()
 
 

@@ -365,7 +365,7 @@ class CachedDataset(Keeper, Dataset[Any]):
         directory = None if self._store is None else self._store.levels.directory
         return None if directory is None else Path(directory.path)
 
-    def warmup(self, num_workers: int = 0, batch_size: int = 64) -> WarmupStats:
+    def warmup(self, *, batch_size: int = 64, num_workers: int = 0) -> WarmupStats:
         """Load the samples that are not there yet, without returning them.
 
         In a job of several ranks, all of them call this, and each takes every n-th sample. Rank 0 shows its
@@ -373,10 +373,10 @@ class CachedDataset(Keeper, Dataset[Any]):
 
         Parameters
         ----------
-        num_workers : int
-            Processes that load samples.
         batch_size : int
             Samples that a process loads at once.
+        num_workers : int
+            Processes that load samples.
 
         Returns
         -------
@@ -395,7 +395,7 @@ class CachedDataset(Keeper, Dataset[Any]):
             raise NotCachedError(f"{self!r} caches nothing: it is closed, or turned off, or both sizes are 0")
         return self._store
 
-    def estimate(self, batches: int = 4, batch_size: int = 64) -> Estimate:
+    def estimate(self, *, batches: int = 4, batch_size: int = 64) -> Estimate:
         """The cost of caching all samples: bytes in memory and on disk, and time in one process.
 
         Some samples, evenly spread, are loaded and compressed as they would be on disk; nothing is stored.

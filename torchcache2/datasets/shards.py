@@ -222,8 +222,7 @@ class _Bound:
 def _room(path: Any, memory_size: Size, disk_size: Size | None) -> int:
     sizes = {"cache_dir": path, "memory_size": memory_size, "disk_size": disk_size}
     settings = level_settings(sizes)
-    memory, disk = settings.max_memory_cache_size, settings.max_persistent_cache_size
-    assert isinstance(memory, int) and isinstance(disk, int)
+    memory, disk = settings.memory_budget(), settings.persistent_budget("")
     # A folder that lasts has every sample; a temporary one has those for which memory had no room.
     return memory + disk if path is None else max(memory, disk)
 
@@ -422,7 +421,7 @@ class LazyShardDataset(Dataset[Any]):
         except IndexError:
             raise IndexError(f"{indices} are not all in a shard of {len(order):,} samples") from None
 
-    def warmup(self, num_workers: int = 0, batch_size: int = 64) -> WarmupStats:
+    def warmup(self, *, batch_size: int = 64, num_workers: int = 0) -> WarmupStats:
         """Load the samples of this rank, in this epoch, that are not there yet, without returning them.
 
         Parameters and result are those of `CachedDataset.warmup`.

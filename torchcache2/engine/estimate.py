@@ -162,7 +162,7 @@ def estimated(
     seconds, lines = mine / rate, []
     for need in needs:
         most = "up to " if need.tier != "memory" and packed is None else ""
-        room = "" if need.budget is None else f" of {size_text(need.budget)}"
+        room = "" if need.budget is None else f" (room for {size_text(need.budget)})"
         lines.append(f"{need.tier} {most}{size_text(need.bytes)}{room}")
     counts = f"{total:,} items" + (f", {mine:,} on this rank" if mine < total else "")
     left = str(datetime.timedelta(seconds=math.ceil(seconds)))
