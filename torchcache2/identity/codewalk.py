@@ -212,11 +212,11 @@ class CodeWalk(Encoder):
                 if (id(kind), name) not in self._done:
                     self._done.add((id(kind), name))
                     self._name_of_class(kind, name)
-        for names, tell in _TOLD.items():
-            for kind in () if names.isdisjoint(self._taken_names) else list(self._own_classes):
-                if (id(kind), names) not in self._done:
-                    self._done.add((id(kind), names))
-                    self._told(kind, min(names), tell)
+        for asking, tell in _TOLD.items():
+            for kind in () if asking.isdisjoint(self._taken_names) else list(self._own_classes):
+                if (id(kind), asking) not in self._done:
+                    self._done.add((id(kind), asking))
+                    self._told(kind, min(asking), tell)
         words = self._taken_names, self._words_of_others
         named = {name for name in {one[0] for one in self._skipped} if libraries.is_named(name, *words)}
         for number, (name, path, value) in enumerate(self._skipped):
