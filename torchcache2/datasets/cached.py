@@ -170,7 +170,8 @@ class CachedDataset(Keeper, Dataset[Any]):
         outlives the run.
     memory_size : int, str or float, optional
         How much memory samples may take, once for all processes of the machine: bytes, a text like ``"4GB"``,
-        or a share of what is free now. 0: none. None: a share of 0.25, but none in front of a server.
+        or a share of what is free now. 0: none. None: a share of 0.25, as workers and what they load need
+        memory, too; but none in front of a server.
     disk_size : int, str or float, optional
         How much the folder may take, as above. None: a share of 0.8 with a `cache_dir`, else 0. Without one,
         a temporary folder has what did not fit in memory.
@@ -186,7 +187,8 @@ class CachedDataset(Keeper, Dataset[Any]):
         What a full folder, or a full server that this library started, does: keep what came first, or drop
         the least recently used.
     compression : {"none", "brotli", "blosc2"}
-        How samples are compressed in the folder or on the server.
+        How samples are compressed in the folder or on the server. Images hardly become smaller, and reading
+        plain samples takes less time, so that the default is ``"none"``.
     allow_random : bool
         Whether to cache a dataset although it draws random numbers.
     verify : float
@@ -365,7 +367,7 @@ class CachedDataset(Keeper, Dataset[Any]):
         directory = None if self._store is None else self._store.levels.directory
         return None if directory is None else Path(directory.path)
 
-    def warmup(self, num_workers: int = 0, batch_size: int = 64) -> WarmupStats:
+    def warmup(self, *, batch_size: int = 64, num_workers: int = 0) -> WarmupStats:
         """Load the samples that are not there yet, without returning them.
 
         In a job of several ranks, all of them call this, and each takes every n-th sample. Rank 0 shows its
@@ -373,10 +375,10 @@ class CachedDataset(Keeper, Dataset[Any]):
 
         Parameters
         ----------
-        num_workers : int
-            Processes that load samples.
         batch_size : int
             Samples that a process loads at once.
+        num_workers : int
+            Processes that load samples.
 
         Returns
         -------
@@ -395,7 +397,7 @@ class CachedDataset(Keeper, Dataset[Any]):
             raise NotCachedError(f"{self!r} caches nothing: it is closed, or turned off, or both sizes are 0")
         return self._store
 
-    def estimate(self, batches: int = 4, batch_size: int = 64) -> Estimate:
+    def estimate(self, *, batches: int = 4, batch_size: int = 64) -> Estimate:
         """The cost of caching all samples: bytes in memory and on disk, and time in one process.
 
         Some samples, evenly spread, are loaded and compressed as they would be on disk; nothing is stored.

@@ -241,7 +241,8 @@ def level_settings(options: Mapping[str, Any], serving: Serving | None = None) -
         budget = settings.persistent_budget(tempfile.gettempdir())
     else:
         budget = disk_budget(settings, str(folder))
-    budgets = {"max_memory_cache_size": settings.memory_budget(), "max_persistent_cache_size": budget}
+    sizes = {"max_memory_cache_size": settings.memory_budget(), "max_persistent_cache_size": budget}
+    budgets = {name: f"{size}B" for name, size in sizes.items()}
     return settings.replace(budgets)
 
 

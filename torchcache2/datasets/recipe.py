@@ -140,7 +140,7 @@ class Recipe:
 
     def store(self, source: Source | None = None) -> Store | None:
         """The part of this process in the cache; None if nothing is cached."""
-        sizes = self.settings.max_memory_cache_size, self.settings.is_persistent
+        sizes = self.settings.memory_budget(), self.settings.is_persistent
         if disabled_by_environment() or not any(sizes):
             return None
         if self.serving is not None:

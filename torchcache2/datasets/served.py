@@ -452,8 +452,8 @@ class ServedRecipe(Recipe):
         place, namespace = self.place, self.identity.namespace.hex()
         raise NotCachedError(
             f"clear() would delete the samples of {self.title} in {place}, which nothing here could load "
-            f"again, so nothing was deleted. To delete them anyway, run `torchcache2 rm {namespace} --dir "
-            f"{place}`"
+            f"again, so nothing was deleted. To delete them anyway, run `torchcache2 rm {place} "
+            f"{namespace}`"
         )
 
     def explained(self, directory: CacheDirectory | None, *, is_cached: bool) -> str:

@@ -44,11 +44,20 @@ _CLASS_NOISE = frozenset(
         *("__module__", "__dict__", "__weakref__", "__doc__", "__qualname__", "__firstlineno__"),
         *("__static_attributes__", "__annotations__", "__annotate__", "__annotate_func__"),
         *("__annotations_cache__", "__parameters__", "__orig_bases__", "__abstractmethods__", "_abc_impl"),
-        *("__slots__", "__slotnames__", "__match_args__", "__dataclass_fields__", "__dataclass_params__"),
+        *("__slots__", "__slotnames__", "__dataclass_fields__", "__dataclass_params__"),
         *("__signature__", "__classdictcell__", "_member_map_", "_value2member_map_", "_unhashable_values_"),
         *("_hashable_values_", "_value_repr_", "__new_member__", "_generate_next_value_"),
     )
 )
+# What code may ask a class of itself besides: by the names by which it asks, how it is read.
+_TOLD: dict[frozenset[str], Callable[[type], Any]] = {
+    frozenset(("__annotations__", "get_type_hints", "get_annotations")): inspect.get_annotations,
+    frozenset(("__orig_bases__", "get_original_bases")): lambda kind: vars(kind).get("__orig_bases__"),
+    frozenset(("__dataclass_fields__", "fields")): lambda kind: [
+        [name, field.type, dict(field.metadata)]
+        for name, field in vars(kind).get("__dataclass_fields__", {}).items()
+    ],
+}
 _MODULE_NOISE = vars(types.ModuleType("")).keys() | {"__builtins__", "__cached__", "__file__", "__path__"}
 _FUNCTION_FIELDS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _WRAPPER_FIELDS = attrgetter("__dict__", "__code__")
@@ -100,6 +109,7 @@ class CodeWalk(Encoder):
         self._versions: dict[str, str] = {}
         self._taken_names: set[str] = set()  # names and texts in project code
         self._words_of_others: set[str] = set()  # in files of packages that may read what was left out
+        self._own_classes: list[type] = []  # those of the project
         self._whole: dict[int, types.ModuleType] = {}  # modules of which code may take any name
         # Classes of others, by id, as users may set attributes there. No walk leads to those of tensors.
         self._foreign: dict[int, type] = {id(kind): kind for kind in (Tensor, nn.Parameter)}
@@ -202,6 +212,11 @@ class CodeWalk(Encoder):
                 if (id(kind), name) not in self._done:
                     self._done.add((id(kind), name))
                     self._name_of_class(kind, name)
+        for asking, tell in _TOLD.items():
+            for kind in () if asking.isdisjoint(self._taken_names) else list(self._own_classes):
+                if (id(kind), asking) not in self._done:
+                    self._done.add((id(kind), asking))
+                    self._told(kind, min(asking), tell)
         words = self._taken_names, self._words_of_others
         named = {name for name in {one[0] for one in self._skipped} if libraries.is_named(name, *words)}
         for number, (name, path, value) in enumerate(self._skipped):
@@ -242,6 +257,17 @@ class CodeWalk(Encoder):
         if self._is_users(kind, value):
             self.parts[f"value {path} of {qualified_name(kind)}"] = self.encode(value, path)
 
+    def _told(self, kind: type, what: str, tell: Callable[[type], Any]) -> None:
+        """Write down what a class tells of itself; annotations may name what does not exist yet."""
+        path = f"{kind.__name__}.{what}"
+        try:
+            told = tell(kind)
+        except Exception:
+            data = self.unreadable(kind, path)
+        else:
+            data = self.encode(told, path)
+        self.parts[f"value {path} of {self._labels[id(kind)].decode()}"] = data
+
     # Classes.
 
     def klass(self, kind: type, path: str) -> bytes:
@@ -267,6 +293,7 @@ class CodeWalk(Encoder):
                     functions = [n for n, one in vars(kind).items() if isinstance(one, types.FunctionType)]
                     self.watch_names(vars(kind), functions)
             elif where == "project":
+                self._own_classes.append(kind)
                 parts += [text_bytes(kind.__name__), self._fields(kind)]
             # If a function has made the class, the file does not say with which arguments.
             is_made = where == "installed" and "<locals>" in kind.__qualname__
@@ -278,11 +305,12 @@ class CodeWalk(Encoder):
 
     def _fields(self, kind: type) -> bytes:
         """Bytes of the fields of a dataclass, and of what their defaults are made by."""
-        defaults = [
-            [name, *(None if one is MISSING else one for one in (field.default, field.default_factory))]
+        said = attrgetter("default", "default_factory", "repr", "compare", "hash")
+        fields = [
+            [name, *(None if one is MISSING else one for one in said(field))]
             for name, field in vars(kind).get("__dataclass_fields__", {}).items()
         ]
-        return self.encode(defaults, f"{kind.__name__} fields")
+        return self.encode(fields, f"{kind.__name__} fields")
 
     def _reached_by(self, kind: type) -> bytes:
         """Bytes of the user's code in places where the forward of an installed class finds it."""
@@ -327,7 +355,9 @@ class CodeWalk(Encoder):
                 self.scopes.append((own, marks.ORIGINAL_ATTRIBUTE, value))
             if is_function and (code := _generated(kind, raw)) is not None:
                 self.uses.others |= names_in(code) if name != "__init__" else set()
-                continue  # the fields count already
+                count = code.co_argcount + code.co_kwonlyargcount
+                parts.append(text_bytes(" ".join((name, str(code.co_argcount), *code.co_varnames[:count]))))
+                continue  # the rest follows from the fields
             if not everything and not self._is_put_there(kind, name, value):
                 continue
             inner = _function_in(value)
