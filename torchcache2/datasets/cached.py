@@ -170,7 +170,8 @@ class CachedDataset(Keeper, Dataset[Any]):
         outlives the run.
     memory_size : int, str or float, optional
         How much memory samples may take, once for all processes of the machine: bytes, a text like ``"4GB"``,
-        or a share of what is free now. 0: none. None: a share of 0.25, but none in front of a server.
+        or a share of what is free now. 0: none. None: a share of 0.25, as workers and what they load need
+        memory, too; but none in front of a server.
     disk_size : int, str or float, optional
         How much the folder may take, as above. None: a share of 0.8 with a `cache_dir`, else 0. Without one,
         a temporary folder has what did not fit in memory.
@@ -186,7 +187,8 @@ class CachedDataset(Keeper, Dataset[Any]):
         What a full folder, or a full server that this library started, does: keep what came first, or drop
         the least recently used.
     compression : {"none", "brotli", "blosc2"}
-        How samples are compressed in the folder or on the server.
+        How samples are compressed in the folder or on the server. Images hardly become smaller, and reading
+        plain samples takes less time, so that the default is ``"none"``.
     allow_random : bool
         Whether to cache a dataset although it draws random numbers.
     verify : float

@@ -120,18 +120,15 @@ class Shard:
 
 
 _PROBED = 8
-_MEMORY_SHARE = 0.5
 
 
 def _sizes_of(
-    mode: str, path: Any, memory_size: Size | None, disk_size: Size | None, *, is_served: bool
-) -> tuple[Size, Size | None]:
+    mode: str, path: Any, memory_size: Size | None, disk_size: Size | None
+) -> tuple[Size | None, Size | None]:
     """Both sizes as `CachedDataset` takes them, where a share of 0.0 is no share."""
-    if memory_size is None:
-        memory_size = 0 if is_served else _MEMORY_SHARE
-    memory_size = 0 if mode == "disk" else memory_size or 0
+    memory_size = 0 if mode == "disk" else memory_size if memory_size is None else memory_size or 0
     disk_size = disk_size if disk_size is None else disk_size or 0
-    parse_size("memory_size", memory_size, free=0)
+    parse_size("memory_size", memory_size or 0, free=0)
     parse_size("disk_size", disk_size or 0, free=0)
     if mode == "disk" and not (path if disk_size is None else disk_size):
         raise OptionError("mode='disk' keeps samples on the disk only: give it a cache_dir, or a disk_size")
@@ -185,7 +182,7 @@ class _Bound:
         self,
         dataset: Any,
         path: Any,
-        memory_size: Size,
+        memory_size: Size | None,
         disk_size: Size | None,
         *,
         overflow: float | None,
@@ -219,7 +216,7 @@ class _Bound:
         return self._text
 
 
-def _room(path: Any, memory_size: Size, disk_size: Size | None) -> int:
+def _room(path: Any, memory_size: Size | None, disk_size: Size | None) -> int:
     sizes = {"cache_dir": path, "memory_size": memory_size, "disk_size": disk_size}
     settings = level_settings(sizes)
     memory, disk = settings.memory_budget(), settings.persistent_budget("")
@@ -258,8 +255,7 @@ class LazyShardDataset(Dataset[Any]):
         Whether the order within the shard changes with the epoch; otherwise it is ascending.
     memory_size, disk_size : int, str or float, optional
         How much memory and disk samples may take on this machine, for all of its ranks: bytes, a text like
-        ``"4GB"``, or a share of what is free. 0: none. ``memory_size=None``: 0.5, but none in front of a
-        server. ``disk_size=None``: 0.8 with a `cache_dir`, else 0.
+        ``"4GB"``, or a share of what is free. 0: none. None: as of `CachedDataset`.
     overflow : float, optional
         The shard has at most ``1 + overflow`` times as many samples as can be cached, judged by the mean size
         of 8 samples. One warning says how many are left out. None: none are.
@@ -336,7 +332,7 @@ class LazyShardDataset(Dataset[Any]):
                 raise OptionError(f"LazyShardDataset has no option {theirs!r}: it is {name}")
         check({"mode": mode, "even": even, "seed": seed, "overflow": overflow, "min_elements": min_elements})
         is_served = options.get("backend", "local") != "local"
-        memory_size, disk_size = _sizes_of(mode, cache_dir, memory_size, disk_size, is_served=is_served)
+        memory_size, disk_size = _sizes_of(mode, cache_dir, memory_size, disk_size)
         if is_served and overflow is not None:
             raise OptionError(
                 f"overflow={overflow!r} and backend='redis': how much fits on a server is unknown"

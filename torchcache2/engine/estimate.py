@@ -140,7 +140,8 @@ def estimated(
         needs.append(Need(name, count * size, budget))
     shares = [need.share for need in needs]
     fits = (sum(shares) if tiers.fills_up else max(shares)) >= 1
-    disk = next((need for need in needs if need.tier == "disk" and need.budget), None)
+    kept = next((need for need in needs if need.tier in ("disk", "bucket") and need.budget), None)
+    disk = kept if kept is not None and kept.tier == "disk" else None
     notes = []
     if not fits:
         notes.append(advice)
@@ -150,8 +151,9 @@ def estimated(
         notes.append(f"What does not fit in memory is read from the {where}")
     elif shares[-1] < 1:
         notes.append("Later runs find only what fits on disk")
-    if disk is not None and disk.share < 1 and not (fits and tiers.fills_up):
-        notes[-1] += f"; {option}='{size_text(disk.bytes * _MARGIN)}' has room for all"
+    if kept is not None and kept.share < 1 and not (fits and tiers.fills_up):
+        name = "remote_size" if disk is None else option
+        notes[-1] += f"; {name}='{size_text(kept.bytes * _MARGIN)}' has room for all"
     directory, free, lacks_disk = tiers.directory, None, False
     if disk is not None and directory is not None:
         free = free_disk(directory.path)

@@ -447,6 +447,7 @@ def test_a_bucket_that_is_left_out_is_not_waited_for_and_told_once(tmp_path, log
 def test_over_remote_size_uploads_end_with_one_warning(tmp_path, log):
     place = bucket("file", tmp_path, remote_size=3 * SEGMENT)
     with opened(place) as objects, mirrored(objects, tmp_path / "local") as (disk, mirror):
+        assert objects.write("folder of others/file", bytes(9 * SEGMENT))  # which does not count
         for number in range(4):
             seal_some(disk, [number])
             mirror.flush()

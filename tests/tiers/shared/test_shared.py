@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.helpers.storage import CPU, NAMESPACES, found, keys_of, put, value_of, warnings_of
+from tests.helpers.storage import CPU, NAMESPACES, found, key_of, keys_of, put, value_of, warnings_of
 from torchcache2.core.rows import Rows
 from torchcache2.core.settings import CacheSettings
 from torchcache2.tiers.index import KeyTable
@@ -21,6 +21,7 @@ from torchcache2.tiers.make import make_tiers
 from torchcache2.tiers.meeting import job_name
 from torchcache2.tiers.memory.tier import MemoryTier
 from torchcache2.tiers.shared import job as job_module
+from torchcache2.tiers.shared.index import SharedIndex
 from torchcache2.tiers.shared.region import Region, SharingError
 from torchcache2.tiers.shared.tier import SharedTier
 
@@ -413,6 +414,27 @@ def test_rows_are_found_while_another_process_makes_a_larger_table(join, monkeyp
     assert found(tier, range(1000, 3000)) == list(range(1000, 3000))
 
 
+@pytest.mark.parametrize("what", ["put", "claim"])
+@pytest.mark.parametrize(("mine", "others"), [(200, 250), (300, 400)], ids=["first table", "larger one"])
+def test_room_that_another_process_takes_meanwhile_is_made_once_more(join, monkeypatch, what, mine, others):
+    tier, other = join(), join()
+    prepare = SharedIndex.prepare
+
+    def prepared(index, count):
+        has_room = prepare(index, count)
+        monkeypatch.undo()
+        put(other, range(1000, 1000 + others))
+        return has_room
+
+    monkeypatch.setattr(SharedIndex, "prepare", prepared)
+    if what == "put":
+        assert put(tier, range(mine)) == mine and found(other, range(mine)) == list(range(mine))
+    else:
+        claim = tier.claim(keys_of(range(mine)))
+        assert len(claim.mine) == mine and len(other.claim(keys_of(range(mine))).mine) == 0
+        claim.release()
+
+
 class Dict(RuleBasedStateMachine):
     """Several processes see one dict, which may forget."""
 
@@ -553,3 +575,12 @@ def test_a_budget_of_nothing_keeps_nothing(join):
     tier = join(0)
     assert put(tier, range(10)) == 0 and found(tier, range(10)) == []
     assert tier.stats().bytes == 0
+
+
+def test_wherever_in_the_bookkeeping_a_budget_ends_that_is_no_fault(tmp_path):
+    for pages in range(40):
+        tier = SharedTier(os.urandom(16), 250_000 + 4096 * pages, folder=str(tmp_path))
+        kept = [put(tier, range(3), 4, key_of(number)) for number in range(12)]
+        assert kept[0] == 3 and kept[-1] == 0 and tier.stats().faults == 0
+        assert found(tier, range(3), 4, key_of(0)) == [0, 1, 2]
+        tier.close()
