@@ -128,9 +128,7 @@ class Tier(abc.ABC):
 
     @abc.abstractmethod
     def has(self, keys: Keys) -> Flags:
-        """Whether each key has a row here now, bool ``(n,)``. Reads no rows; the tier may forget any of them
-        next.
-        """
+        """Whether each key has a row here now, bool ``(n,)``. Reads no rows; any may be forgotten next."""
 
     def look_again(self, namespace: bytes) -> None:  # noqa: B027
         """Have the next call look for rows of other processes; otherwise this happens once in a while."""
@@ -197,7 +195,7 @@ class Tier(abc.ABC):
         return []
 
     def counts(self) -> dict[str, int]:
-        """This tier's counts in `CacheStats`, which adds up counts of the same name over all tiers."""
+        """The tier's counts in `CacheStats`, which adds up counts of the same name over all tiers."""
         stats = self.stats()
         own = {"rows": stats.rows, "bytes": stats.bytes, "evictions": stats.evictions}
         shared = {"corrupt": stats.corrupt, "faults": stats.faults}

@@ -180,7 +180,7 @@ class MemoryTier(Tier):
             )
 
     def counts(self) -> dict[str, int]:
-        """This tier's counts in `CacheStats`, which calls its evictions ``evictions``."""
+        """The tier's counts in `CacheStats`, which calls its evictions ``evictions``."""
         counts = super().counts()
         counts["evictions"] = counts.pop(f"{self.name}_evictions")
         return counts

@@ -29,7 +29,7 @@ _RANKS = 63  # that can be distinguished, as bits of a number
 
 
 class Job:
-    """This process's membership in a job, until `leave`.
+    """The membership of this process in a job, until `leave`.
 
     Raises
     ------

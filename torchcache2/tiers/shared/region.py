@@ -23,7 +23,7 @@ _POPULATE_READ, _POPULATE_WRITE = 22, 23  # MADV_POPULATE_* of Linux 5.14; Pytho
 
 
 class SharingError(Exception):
-    """This system, or this process, cannot share memory; the message says why."""
+    """The system, or this process, cannot share memory; the message says why."""
 
 
 def pages(size: int) -> int:

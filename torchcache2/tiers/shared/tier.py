@@ -224,7 +224,7 @@ class SharedTier(Tier):
         return TierStats(rows, size, self._tables.evictions, self._corrupt, self._faults)
 
     def counts(self) -> dict[str, int]:
-        """This tier's counts in `CacheStats`, which calls its evictions ``evictions``."""
+        """The tier's counts in `CacheStats`, which calls its evictions ``evictions``."""
         counts = super().counts()
         counts["evictions"] = counts.pop(f"{self.name}_evictions")
         return counts | self._claims.tally.counts()
