@@ -1,4 +1,4 @@
-"""`Scratch`: a temporary cache directory, deleted at exit. It also deletes those of runs that were killed.
+"""`Scratch`: a temporary cache directory, deleted at exit; also deletes those of killed runs.
 
 The ranks of a job share one; the last rank deletes it.
 """

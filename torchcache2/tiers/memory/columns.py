@@ -235,7 +235,7 @@ class _ChunkedColumn(Column):
             as_words(chunk).index_copy_(0, inside, moved.index_select(0, where))
 
     def _by_chunk(self, ordinals: Ordinals) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Each chunk that has some of these rows; on the device, their places among `ordinals` and in it."""
+        """Each chunk with some of these rows, their positions in `ordinals`, and in it (on the device)."""
         assert self._runtime is not None
         which = np.searchsorted(self._starts, ordinals, side="right") - 1
         order = np.argsort(which, kind="stable")

@@ -83,7 +83,7 @@ class Region:
 
     @classmethod
     def open(cls, pid: int, descriptor: int, inode: int) -> Region | None:
-        """The file that a process has open under a number; None if it is another one by now, or gone."""
+        """The file behind a process's descriptor; None if the descriptor is closed or reused."""
         path = f"/proc/{pid}/fd/{descriptor}"
         try:
             if os.stat(path).st_ino != inode:  # opening an unknown file may block, or worse

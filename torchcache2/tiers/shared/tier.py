@@ -177,11 +177,11 @@ class SharedTier(Tier):
         return self.put(keys, rows, are_replicas=True)
 
     def hold(self, namespace: bytes) -> None:
-        """Take part in a namespace until `let_go` or `drop`: its rows outlive whoever put them."""
+        """Keep a namespace open until `let_go` or `drop`: its rows outlive the process that put them."""
         self._guarded(lambda: self._tables.find(namespace, create=True))
 
     def claims(self, keys: Keys) -> TierClaim | None:
-        """What a call claims here: nothing if this is full, or its thread holds a claim of the namespace."""
+        """A claim on keys; None if memory is full, or this thread has a claim in the namespace."""
 
         def claimed() -> TierClaim | None:
             board = self._job.board
