@@ -326,7 +326,7 @@ class Uploads:
 
 
 def _probed(local: Any, remote: Any) -> dict[str, Any]:
-    """Merge probe counts by kind of call: 0 ("mixes its batch") wins, else the larger count."""
+    """Merge two descriptions' results of probes, by kind of call: 0 is final, else the larger count wins."""
     found: dict[str, Any] = dict(local) if isinstance(local, dict) else {}
     for kind, number in remote.items() if isinstance(remote, dict) else []:
         mine = found.get(kind)

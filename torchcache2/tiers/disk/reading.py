@@ -119,7 +119,7 @@ class Reader:
             return self._where(keys)[1].numbers >= 0
 
     def _begin(self, keys: Keys) -> None:
-        """Do what comes before a look at a namespace, and without the lock."""
+        """Prepare a look-up, without the lock: release unused namespaces, and ask the bucket."""
         if keys.namespace not in self._known.located:
             self._known.let_go()  # else a process that only reads would hold every namespace it ever used
         if self._bucket is None or not self._health.reads or self._known.closed or len(keys) == 0:
