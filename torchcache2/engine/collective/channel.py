@@ -14,9 +14,9 @@ calls: gloo kills a process that gets more bytes than it expects.
 A waiting rank checks whether its connections are open, and whether the group's timeout is over. A rank that
 cannot continue says so in the group's store, so that all raise the same error::
 
-    here/RANK this rank has reached its first round failed/RANK this rank cannot continue; written before it
-    closes its connections verdict why no rank can continue (JSON): written by the first rank that knows, used
-    by all
+    here/RANK    this rank has reached its first round
+    failed/RANK  this rank cannot continue; written before it closes its connections
+    verdict      why no rank can continue (JSON): written by the first rank that knows, used by all
 
 So a rank with closed connections and no ``failed`` has ended, and one without ``here`` has not arrived.
 """

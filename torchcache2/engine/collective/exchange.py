@@ -5,15 +5,15 @@ together, in rounds. In a round, each rank sends one message to all (`Channel.ga
 same messages, all decide alike.
 
 1. **ask**: each rank looks in its own tiers, and sends the keys that it lacks (`Ask`). If a rank asks to drop
-a namespace, all drop it, and repeat the round. If no rank asks for anything, the step ends here.
+   a namespace, all drop it, and repeat the round. If no rank asks for anything, the step ends here.
    **parts**, only if ranks call with different namespaces for the first time: a description of each rank's
    namespace, as JSON. The first rank then warns of the differences.
 2. **have**: one rank per shared memory reads the rows that others ask for, and offers them (`Offer`). From
-this each rank derives the same plan: which rank sends each row, and which computes those that no rank has.
+   this each rank derives the same plan: which rank sends each row, and which computes those that no rank has.
 3. **tell**, only if rows are computed: the ranks that computed rows offer them.
-4. One all-to-all exchange of bytes, only if rows must be sent: see `Asked`. **run**, only for sharded
-modules: a byte, 1 if this rank must run its forward; then all run theirs. If a rank bypasses, or cannot make
-an output of the rows it finds, all know this after round 1, and skip the other rounds.
+4. One all-to-all exchange of bytes, only if rows must be sent: see `Asked`.
+   **run**, only for sharded modules: a byte, 1 if this rank must run its forward; then all run theirs. If a
+   rank bypasses, or must run in any case, all know this after round 1, and skip the other rounds.
 
 If a rank raises between two rounds, it still takes part in the next one, to report the failure. Then all
 ranks raise: that rank its exception, and the others a `RankError`.

@@ -30,11 +30,7 @@ _NATIVE = {  # names of NumPy's dtypes that torch has, by character
 _TORCH = {char: torch.from_numpy(np.zeros(0, name)).dtype for char, name in _NATIVE.items()}
 _NAMES = frozenset(_NATIVE.values())
 NUMPY = {dtype: _NATIVE[char] for char, dtype in _TORCH.items()}  # names of dtypes
-COMMON = frozenset((torch.bfloat16, *NUMPY)) - {
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-}  # torch copies them well
+COMMON = frozenset((torch.bfloat16, *NUMPY)) - {torch.uint16, torch.uint32, torch.uint64}  # torch copies them
 _DTYPE = re.compile(r"[<>|][biufcmMSU][0-9]{1,9}(\[[0-9]{0,9}[a-zA-Z]{1,7}\])?|[ilqILQ]")
 _MOST_EMPTY = 1 << 16  # longest side of an image without pixels, as PIL allocates each line
 _ADVICE: tuple[tuple[Any, str], ...] = (  # what to return instead of a value ``{}`` of a type

@@ -5,11 +5,13 @@ a killed process leaves unfinished is invalid. Rows are written under the job's 
 dropping a file, giving a ticket back and a process removing itself are single writes, and for a word of the
 head the last writer wins.
 
-================== ===================================================================================== head
-magic, the job's name, and the words `LOCK` … `WARNED`, and those of `Budget` members the processes: pid,
-start time files one for each namespace: state, inode, bytes, rows, flags, the namespace, ranks holders which
-process has which file open: file + 1, member, descriptor tickets what claims are held under; see `Tickets`
-================== =====================================================================================
+==================  =====================================================================================
+head                magic, the job's name, and the words `LOCK` … `WARNED`, and those of `Budget`
+members             the processes: pid, start time
+files               one for each namespace: state, inode, bytes, rows, flags, the namespace, ranks
+holders             which process has which file open: file + 1, member, descriptor
+tickets             the numbers under which claims are held; see `Tickets`
+==================  =====================================================================================
 """
 
 from __future__ import annotations
