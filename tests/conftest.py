@@ -11,7 +11,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-# Until tests run, also where the environment says otherwise: to compile all tests takes each process 8 seconds.
+# Until tests run, whatever the environment says: to compile all tests takes each process 8 seconds.
 sys.dont_write_bytecode = False
 
 hypothesis.settings.register_profile("suite", deadline=None)  # a slow machine is no fault
