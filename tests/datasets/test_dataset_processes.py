@@ -15,7 +15,7 @@ import pytest
 from tests.helpers import warm
 from tests.helpers.datasets import noted
 from tests.helpers.gloo import run_ranks
-from torchcache2.datasets.tally import Tally
+from torchcache2.datasets.tally import DatasetStats, Tally
 
 SOAK = bool(os.environ.get("SOAK"))
 PREAMBLE = """
@@ -465,6 +465,24 @@ def test_all_count_together_whatever_row_is_left(monkeypatch):
         opening.add(misses=1)
         assert opening.total()["misses"] == number + 1
     assert not tally.is_random and tally.drops == 0 and tally.is_first("anything")
+
+
+@pytest.mark.parametrize(
+    ("counts", "line"),
+    [
+        ({"memory_hits": 1234}, "hits      1,234 (99.9%)"),
+        ({"memory_hits": 3, "disk_hits": 2}, "hits      5 (83.3%): 3 in memory, 2 on disk"),
+        ({"remote_hits": 4}, "hits      4 (80.0%): 0 in memory, 4 remote"),
+        (
+            {"memory_hits": 1, "disk_hits": 2000, "remote_hits": 3},
+            "hits      2,004 (100.0%): 1 in memory, 2,000 on disk, 3 remote",
+        ),
+    ],
+)
+def test_stats_print_where_samples_were_found(counts, line):
+    tally = Tally()
+    tally.add(**counts, misses=1)
+    assert str(DatasetStats.of(tally.total(), {})).splitlines()[0] == line
 
 
 STORM = """
