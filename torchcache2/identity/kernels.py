@@ -14,8 +14,8 @@ are unsigned 64-bit integers, which wrap.
 `secrets` are the 168 words that `torchcache2.identity.xxh3` makes.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator" Triton compiles these functions, so Python's
-# types do not apply to their parameters.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# Triton compiles these functions, so Python's types do not apply to their parameters.
 
 import triton
 import triton.language as tl
