@@ -255,9 +255,7 @@ class _DatasetWalk(Walk):
         """Write each attribute of an object as a part; returns the parts' names."""
         if self._is_listed or len(self.parts) > _MOST_PARTS:
             return super().state(state, path)
-        self._label_counts.setdefault(
-            f"module {path}", 1
-        )  # a module on this path gets another label
+        self._label_counts.setdefault(f"module {path}", 1)  # a module on this path gets another label
         names, kind = [], "value" if self._is_code else "attribute"
         for name in sorted(state):
             where = f"{path}.{name}" if path else name
