@@ -21,7 +21,6 @@ from torchcache2.tiers.make import make_tiers
 from torchcache2.tiers.meeting import job_name
 from torchcache2.tiers.memory.tier import MemoryTier
 from torchcache2.tiers.shared import job as job_module
-from torchcache2.tiers.shared.index import SharedIndex
 from torchcache2.tiers.shared.region import Region, SharingError
 from torchcache2.tiers.shared.tier import SharedTier
 
@@ -412,27 +411,6 @@ def test_rows_are_found_while_another_process_makes_a_larger_table(join, monkeyp
     monkeypatch.setattr(KeyTable, "find", found_late)
     assert found(tier, range(count)) == list(range(count))
     assert found(tier, range(1000, 3000)) == list(range(1000, 3000))
-
-
-@pytest.mark.parametrize("what", ["put", "claim"])
-@pytest.mark.parametrize(("mine", "others"), [(200, 250), (300, 400)], ids=["first table", "larger one"])
-def test_room_that_another_process_takes_meanwhile_is_made_once_more(join, monkeypatch, what, mine, others):
-    tier, other = join(), join()
-    prepare = SharedIndex.prepare
-
-    def prepared(index, count):
-        has_room = prepare(index, count)
-        monkeypatch.undo()
-        put(other, range(1000, 1000 + others))
-        return has_room
-
-    monkeypatch.setattr(SharedIndex, "prepare", prepared)
-    if what == "put":
-        assert put(tier, range(mine)) == mine and found(other, range(mine)) == list(range(mine))
-    else:
-        claim = tier.claim(keys_of(range(mine)))
-        assert len(claim.mine) == mine and len(other.claim(keys_of(range(mine))).mine) == 0
-        claim.release()
 
 
 class Dict(RuleBasedStateMachine):
