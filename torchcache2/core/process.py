@@ -7,6 +7,7 @@ import concurrent.futures.thread  # noqa: F401  # it registers before `before_po
 import multiprocessing.process
 import multiprocessing.util
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -48,6 +49,27 @@ def has_ranks() -> bool:
         or ("LOCAL_RANK" in os.environ and _number("WORLD_SIZE", 1) > 1)  # Lightning says no more
         or (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1)
     )
+
+
+def ray_job() -> tuple[str, ...]:
+    """The cluster and the job of Ray that this process is the driver of or works for; empty if there is none.
+
+    It is asked for only if somebody else has imported Ray. A worker of Ray is no rank: it has no number, and
+    nothing says how many there are.
+    """
+    ray: Any = sys.modules.get("ray")
+    try:
+        if ray is not None and ray.is_initialized():
+            context = ray.get_runtime_context()
+            return context.gcs_address, context.get_job_id()
+    except Exception:  # this is another library of that name, or Ray is being imported, or ends
+        pass
+    return ()
+
+
+def has_peers() -> bool:
+    """Whether this process is one of those that do one job: ranks, or processes of Ray."""
+    return has_ranks() or bool(ray_job())
 
 
 def ranks_here() -> int:

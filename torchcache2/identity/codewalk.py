@@ -403,7 +403,10 @@ class CodeWalk(Encoder):
     def _source(self, function: types.FunctionType, path: str, method: tuple[Any, ...]) -> tuple[str, Uses]:
         """The source of a project function, and what it does with names; `method` is its name and class."""
         source = sourcecode.function_source(function, self._texts)
-        if source is None:
+        if source is None and sourcecode.is_of_other_main(function):  # such as that of a notebook
+            self.uses.is_dynamic = True
+            source = sourcecode.compiled(function.__code__)
+        elif source is None:
             token = self.unreadable(function, f"{path or function.__name__} (no source)")
             source = sourcecode.instructions(function.__code__) + token.hex()
         uses = self._in_hook(self._texts.once(uses_of, function.__code__, source))

@@ -196,6 +196,24 @@ def instructions(code: types.CodeType) -> str:
     return "\n".join(steps)
 
 
+def is_of_other_main(function: types.FunctionType) -> bool:
+    """Whether a function is of the ``__main__`` of another process, which has pickled it, code and all."""
+    scope = function.__globals__
+    return scope.get("__name__") == "__main__" and scope is not vars(sys.modules["__main__"])
+
+
+def compiled(code: types.CodeType) -> str:
+    """Code itself in place of its source, without where it stood; it depends on the version of Python."""
+    return f"{importlib.util.MAGIC_NUMBER.hex()} {_marshalled(_without_place(code)).hex()}"
+
+
+def _without_place(code: types.CodeType) -> types.CodeType:
+    constants = tuple(
+        _without_place(one) if isinstance(one, types.CodeType) else one for one in code.co_consts
+    )
+    return code.replace(co_consts=constants, co_filename="", co_firstlineno=1, co_linetable=b"")
+
+
 class CompiledTexts:
     """What texts compile to, and what has been read of code: each is read once, a thousand are remembered."""
 

@@ -11,6 +11,7 @@ import os
 import stat
 from collections.abc import Mapping
 
+from torchcache2.core.process import ray_job
 from torchcache2.core.version import __version__
 from torchcache2.files.filesystem import Descriptor
 from torchcache2.identity.encoding import digest
@@ -23,12 +24,15 @@ _RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 def job_name(environ: Mapping[str, str], *parts: str) -> bytes:
     """The name of the job of this process, for a cache that `parts` name: 16 bytes.
 
-    It is the value of ``TORCHCACHE_JOB``, or else the place where the ranks meet, or else the parent process.
+    It is the value of ``TORCHCACHE_JOB``, or else the place where the ranks meet, or else Ray's job, or else
+    the parent process.
     """
     if environ.get(JOB):
         job = [environ[JOB]]
     elif any(environ.get(name) for name in _RENDEZVOUS):
         job = ["ranks", *[environ.get(name, "") for name in _RENDEZVOUS]]
+    elif of_ray := ray_job():
+        job = ["ray", *of_ray]
     else:
         parent = os.getppid()
         job = ["parent", str(parent), str(start_time(parent))]
