@@ -156,4 +156,5 @@ def test_a_bucket_has_room_for_more_than_its_local_folder(tmp_path, most, fits):
     found = cached.estimate()
     assert (found.fits, found.fits_disk, found.lacks_disk) == (fits, fits, False)
     assert "bucket 4.0 MB" in str(found) and "disk_size=" not in str(found)
+    assert ("remote_size='4." in str(found)) is not fits
     cached.close()
