@@ -189,7 +189,7 @@ def test_a_module_without_a_hash_is_cached():
     scaling = torchcache(Scaling()).eval()
     with pytest.raises(TypeError):
         hash(scaling)
-    scaling.cache_instance.warmup([X])
+    scaling.cache_instance.warmup(list(X))
     assert torch.equal(scaling(X), 2 * X) and scaling.cache_instance.stats().misses == len(X)
     scaling.scale = 3.0
     assert torch.equal(scaling(X), 3 * X)
