@@ -29,6 +29,9 @@ PYTHONS = $(shell for minor in 10 11 12 13; do \
 OTHER_PYTHONS = $(filter-out $(firstword $(PYTHONS)) $(lastword $(PYTHONS)) \
 	%$(shell $(PYTHON) -c 'import sys; print("python%d.%d" % sys.version_info[:2])'),$(PYTHONS))
 BETWEEN = $(patsubst python%,%,$(notdir $(OTHER_PYTHONS)))
+# Their pins are for older versions than the tests', or bring the libraries of four clouds; they work without.
+PEERS = stocaching==0.2.1 torch-module-cache==0.1.4 litdata==0.2.76 \
+	mosaicml-streaming==0.13.0 catalogue cramjam python-snappy zstd
 RUN = $(VENV)/bin/python -W error::SyntaxWarning
 # Two processes run tests; each takes some of the other's when it has none left.
 PARALLEL = -n 2 --dist worksteal
@@ -53,7 +56,7 @@ test-gpu: $(VENV)/test
 	$(RUN) -m pytest --device cuda $(patsubst %,--ignore=tests/%,$(NOT_GPU))
 
 bench: $(VENV)/bench
-	-$(VENV)/bin/pip install --quiet --no-deps stocaching==0.2.1  # it pins numpy<2, and works with 2
+	-$(VENV)/bin/pip install --quiet --no-deps $(PEERS)
 	$(RUN) -m tests.benchmarks --markdown docs/performance_tables.md --plots docs
 	$(RUN) -m pytest tests/benchmarks/test_faults.py
 

@@ -11,6 +11,9 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+# Until tests run, whatever the environment says: to compile all tests takes each process 8 seconds.
+sys.dont_write_bytecode = False
+
 hypothesis.settings.register_profile("suite", deadline=None)  # a slow machine is no fault
 hypothesis.settings.load_profile("suite")
 

@@ -19,6 +19,7 @@ from tests.benchmarks import (
     hits,
     index,
     lazy,
+    loaders,
     losing,
     ranks,
     servers,
@@ -45,6 +46,7 @@ SECTIONS = {
     "collective": collective.run,
     "slots": slots.run,
     "datasets": datasets.run,
+    "loaders": loaders.run,
     "redis": servers.run,
     "buckets": buckets.run,
 }
@@ -60,7 +62,7 @@ def main():
         section = SECTIONS[name]
         if name in PLOTS:
             section = partial(section, plot=Path(options.plots, PLOTS[name]))
-        if name in ("disk", "index", "ahead", "datasets"):
+        if name in ("disk", "index", "ahead", "datasets", "loaders"):
             section = partial(section, folder=options.dir)
         torch.manual_seed(0)
         section(report)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from tests.benchmarks.dataset_peers import WORKERS, Arrays, LmdbPickle, TorchSave, four_workers, read
+from tests.benchmarks.dataset_peers import WORKERS, Arrays, LmdbPickle, TorchSave, read, shuffled
 from tests.benchmarks.disk_machine import drop_page_cache, files, resident, seconds, touch_memory
 from tests.benchmarks.report import at_least, at_most, duration, per_item
 from tests.benchmarks.timing import progress
@@ -121,7 +121,7 @@ def memory(report):
 
 def _pss(data):
     """Bytes of this process and its workers after three epochs, shared ones counted once."""
-    loader = four_workers(data, 16)
+    loader = shuffled(data, 16)
     for _ in range(3):
         read(loader)
     pids = [os.getpid(), *(worker.pid for worker in loader._iterator._workers)]
@@ -144,7 +144,7 @@ def twice(report):
     """RAM for half of the samples, the disk has the others."""
     source, size = Counted(COUNT, MEDIUM), COUNT * (math.prod(MEDIUM) + 8)
     cached = CachedDataset(source, memory_size=size // 2, disk_size=2 * size)
-    loader = four_workers(cached, BATCH, stay=False)  # what waits to be written is there when they end
+    loader = shuffled(cached, BATCH, stay=False)  # what waits to be written is there when they end
     reads, hits, taken = [], [], []
     for epoch in range(3):
         progress(f"datasets: half in RAM, epoch {epoch + 1} of 3")

@@ -8,6 +8,7 @@ import io
 import math
 import pickle
 import warnings
+from importlib.util import find_spec
 from multiprocessing import Manager
 
 import joblib
@@ -20,10 +21,10 @@ from torch.utils.data import DataLoader, Dataset
 WORKERS = 4
 
 
-def four_workers(data, batch, stay=True):
+def shuffled(data, batch, workers=WORKERS, stay=True):
     """A loader of shuffled batches, whose workers stay or are new in each epoch."""
     warnings.filterwarnings("ignore", "This DataLoader will create")  # on a machine with fewer cores
-    return DataLoader(data, batch, shuffle=True, num_workers=WORKERS, persistent_workers=stay)
+    return DataLoader(data, batch, shuffle=True, num_workers=workers, persistent_workers=stay)
 
 
 def read(loader):
@@ -42,8 +43,14 @@ class Arrays(Dataset):
         return self.count
 
     def __getitem__(self, index):
-        values = np.random.default_rng(index).integers(0, 256, self.shape, np.uint8)
-        return torch.from_numpy(values), index % 1000
+        values, label = self.raw(index)
+        return self.decoded(values), label
+
+    def raw(self, index):
+        return np.random.default_rng(index).integers(0, 256, self.shape, np.uint8), index % 1000
+
+    def decoded(self, values):
+        return torch.as_tensor(values)
 
 
 class Jpegs(Dataset):
@@ -61,9 +68,16 @@ class Jpegs(Dataset):
         return self.count
 
     def __getitem__(self, index):
-        image = Image.open(io.BytesIO(self.files[index % len(self.files)]))
+        data, label = self.raw(index)
+        return self.decoded(data), label
+
+    def raw(self, index):
+        return self.files[index % len(self.files)], index
+
+    def decoded(self, data):
+        image = Image.open(io.BytesIO(data))
         image = image.resize((self.side, self.side), Image.Resampling.BILINEAR)
-        return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous(), index
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
 
 
 def _jpeg(rng, pixels):
@@ -163,6 +177,10 @@ class Stocaching(Peer):
         with contextlib.redirect_stdout(io.StringIO()):
             self.images = stocaching.SharedCache(gib, len(source), tuple(image.shape))
         self.labels = torch.zeros(len(source), dtype=torch.int64).share_memory_()
+
+    @staticmethod
+    def is_installed():
+        return find_spec("stocaching") is not None
 
     def find(self, index):
         image = self.images.get_slot(index)

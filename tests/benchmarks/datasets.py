@@ -7,7 +7,6 @@ import logging
 import statistics
 import tempfile
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +20,8 @@ from tests.benchmarks.dataset_peers import (
     ManagerDict,
     Plain,
     Stocaching,
-    four_workers,
     read,
+    shuffled,
 )
 from tests.benchmarks.disk_machine import seconds
 from tests.benchmarks.plot import draw_shares
@@ -56,7 +55,7 @@ def _epochs(report, plot):
     source, taken = _calibrated()
     room = 1.03 * len(source) * (3 * SIDE * SIDE + 8) + 400_000  # pixels, labels, and what finds them
     caches = {UNCACHED: lambda: source}
-    if find_spec("stocaching"):
+    if Stocaching.is_installed():
         caches[Stocaching.name] = partial(Stocaching, source)
     for share in SHARES:
         caches[share] = partial(CachedDataset, source, memory_size=int(share * room))
@@ -65,7 +64,7 @@ def _epochs(report, plot):
         for name in order:
             progress(f"datasets: epochs, {name}, {turn + 1} of {ROUNDS}")
             data = caches[name]()
-            loader = four_workers(data, FEW)
+            loader = shuffled(data, FEW)
             found[name].append([seconds(partial(read, loader)) for _ in range(2)])
             if name in SHARES:
                 kept[name] = data.stats().memory_rows / IMAGES
@@ -116,7 +115,7 @@ def _hits(report):
         with tempfile.TemporaryDirectory(prefix="torchcache2-") as folder:
             ours = CachedDataset(source, memory_size="1GB")
             peers = [ManagerDict(source), Joblib(source, folder)]
-            peers += [Stocaching(source)] if find_spec("stocaching") else []
+            peers += [Stocaching(source)] if Stocaching.is_installed() else []
             caches = {OURS: ours, Plain.name: Plain(source)} | {peer.name: peer for peer in peers}
             times = _hit_epochs(shape, caches)
             for name, taken in times.items():
@@ -137,7 +136,7 @@ def _hits(report):
 
 def _hit_epochs(shape, caches):
     """Medians of the seconds of an epoch, in turns, after one that fills the cache and one that finds all."""
-    loaders = {name: four_workers(cache, BATCH) for name, cache in caches.items()}
+    loaders = {name: shuffled(cache, BATCH) for name, cache in caches.items()}
     found, order = {name: [] for name in caches}, list(caches)
     for name in 2 * order:
         progress(f"datasets: filling with {shape}, {name}")

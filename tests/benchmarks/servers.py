@@ -13,7 +13,7 @@ from functools import partial
 import redis
 import torch
 
-from tests.benchmarks.dataset_peers import WORKERS, Arrays, Peer, four_workers, read
+from tests.benchmarks.dataset_peers import WORKERS, Arrays, Peer, read, shuffled
 from tests.benchmarks.disk_machine import seconds
 from tests.benchmarks.report import at_least, at_most, duration, per_item, time_rows
 from tests.benchmarks.timing import interleave, progress, ratio
@@ -113,9 +113,9 @@ def _epochs(report, server):
     ours = CachedDataset(source, backend="redis", dataset_name="bench", hosts=server.url)
     shared = CachedDataset(source, memory_size="1GB")
     loaders = {
-        OURS: four_workers(ours, BATCH),
-        BAGUA: four_workers(Pickled(source, server.url), BATCH),
-        SHARED: four_workers(shared, BATCH),
+        OURS: shuffled(ours, BATCH),
+        BAGUA: shuffled(Pickled(source, server.url), BATCH),
+        SHARED: shuffled(shared, BATCH),
     }
     found, order = {name: [] for name in loaders}, list(loaders)
     for name in order:

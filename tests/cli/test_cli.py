@@ -174,7 +174,7 @@ COMMANDS = [
     ("stats",),
     ("verify",),
     ("prune", "--max-size", "1GB"),
-    ("rm", "00", "--yes", "--dir"),
+    ("rm", "--all", "--yes"),
     ("export",),
 ]
 
@@ -226,11 +226,13 @@ def test_what_is_no_cache_directory_is_an_error_in_one_line(tmp_path, command, k
         (["prune", "--max-size", "5XB"], "--max-size='5XB': expected"),
         (["prune", "--max-size", "-1"], "--max-size='-1': expected"),
         (["rm"], "Missing argument"),
-        (["rm", ""], "there is no namespace"),
-        (["rm", "00"], "there is no namespace '00'"),
-        (["rm", "s"], "there is no namespace 's'"),
-        (["rm", FIRST + "0"], "there is no namespace"),
-        (["rm", "../there/" + FIRST], "does not exist"),
+        (["rm", "."], "expected namespaces after DIR, or --all"),
+        (["rm", ".", FIRST, "--all"], "expected namespaces after DIR, or --all"),
+        (["rm", ".", ""], "there is no namespace"),
+        (["rm", ".", "00"], "there is no namespace '00'"),
+        (["rm", ".", "s"], "there is no namespace 's'"),
+        (["rm", ".", FIRST + "0"], "there is no namespace"),
+        (["rm", "../there/", FIRST], "does not exist"),
         (["import", "gone.tar", "new"], "gone.tar: No such file"),
         (["import", ".", "new"], ".: is not a regular file"),
         (["export", ".", "no/such/folder.tar"], "No such file"),
@@ -655,13 +657,13 @@ def test_prune_and_rm_spare_what_another_process_uses(path):
         assert [line[0] for line in done.cells[1:-1]] == [FIRST, THIRD]
         assert "in use by running processes" in done.err
         assert [line[-1] for line in run("ls", path).cells[1:]] == ["yes"]
-        done = run("rm", "--dir", path, SECOND, "--yes", code=1)
+        done = run("rm", path, SECOND, "--yes", code=1)
         assert done.out == "" and f"{SECOND} (models.Encoder) is used by a running process" in done.err
         assert len(segments(path)) == 1
     finally:
         user.send(signal.SIGKILL)
         user.wait()
-    run("rm", "--dir", path, SECOND, "--yes")
+    run("rm", path, SECOND, "--yes")
     assert segments(path) == []
 
 
@@ -673,19 +675,18 @@ def test_prune_and_rm_spare_what_another_process_uses(path):
 )
 def test_rm_asks(path, answer, is_deleted):
     before = snapshot(path)
-    done = run("rm", "--dir", path, FIRST, stdin=answer, code=0 if is_deleted else 1)
+    done = run("rm", path, FIRST, stdin=answer, code=0 if is_deleted else 1)
     assert f"{FIRST}  models.Backbone  30 rows" in done.err and "Delete?" in done.err
     assert (FIRST in os.listdir(path)) != is_deleted
     if not is_deleted:
         assert snapshot(path) == before
 
 
-def test_rm_takes_beginnings_and_paths_each_once(path, monkeypatch):
-    done = run("rm", "--dir", path, FIRST[:2], FIRST, path / SECOND, "--yes")
+def test_rm_takes_beginnings_each_once_or_all(path):
+    done = run("rm", path, FIRST[:2], FIRST, SECOND, "--yes")
     assert [line[0] for line in done.cells[1:-1]] == [FIRST, SECOND]
     assert [name for name in os.listdir(path) if len(name) == 32] == [THIRD]
-    monkeypatch.chdir(path)
-    told = run("rm", f"./{THIRD}/", "--yes", "--format", "json").json
+    told = run("rm", path, "--all", "--yes", "--format", "json").json
     assert [one["namespace"] for one in told] == [THIRD] and told[0]["files"] == 2
 
 
@@ -693,7 +694,7 @@ def test_rm_refuses_a_beginning_of_several(path):
     twin = FIRST[:12] + "0" * 20
     (path / twin).mkdir()
     before = snapshot(path)
-    done = run("rm", "--dir", path, FIRST[:12], "--yes", code=2)
+    done = run("rm", path, FIRST[:12], "--yes", code=2)
     assert FIRST in done.err and twin in done.err
     assert snapshot(path) == before
 
@@ -704,7 +705,7 @@ def test_rm_deletes_the_caches_files_only(path):
     (folder / (ulid() + ".safetensors.corrupt")).write_bytes(b"damaged")
     (folder / (ulid() + ".safetensors.tmp")).write_bytes(b"a dead writer's")
     (folder / "folder").mkdir()
-    run("rm", "--dir", path, FIRST, "--yes")
+    run("rm", path, FIRST, "--yes")
     assert sorted(os.listdir(folder)) == ["folder", "notes.txt"]
     assert sealed_names(path, range(20), 64, NAMESPACES[1]) == list(range(20))
 
@@ -712,8 +713,8 @@ def test_rm_deletes_the_caches_files_only(path):
 def test_rm_with_force_deletes_under_a_living_process_which_computes_again(path):
     disk = tier(path)
     assert found(disk, [1], 64) == [1]
-    run("rm", "--dir", path, FIRST, "--yes", code=1)
-    run("rm", "--dir", path, FIRST, "--yes", "--force")
+    run("rm", path, FIRST, "--yes", code=1)
+    run("rm", path, FIRST, "--yes", "--force")
     assert FIRST not in os.listdir(path)
     assert set(found(disk, range(2, 30), 64)) <= set(range(2, 30))
     put(disk, range(40, 50), 64)
@@ -738,7 +739,7 @@ def test_rm_leaves_what_a_living_process_writes(path):
     living = path / FIRST / (ulid() + ".safetensors.tmp")
     file = fs.create(str(living))
     assert fs.lock(file, exclusive=True)
-    run("rm", "--dir", path, FIRST, "--yes", "--force")
+    run("rm", path, FIRST, "--yes", "--force")
     assert set(os.listdir(path / FIRST)) == {FINGERPRINT, living.name}
 
 

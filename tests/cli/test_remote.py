@@ -109,26 +109,26 @@ def test_every_kind_of_bucket_is_read_and_cleared(tmp_path, monkeypatch, folder,
         configure([(name, *one) for one in objects.bucket.storage_options.items()], monkeypatch)
         url = objects.bucket.url
         assert of_json("verify", url) == of_json("verify", folder)
-        told = of_json("rm", url, "--yes")
+        told = of_json("rm", url, "--all", "--yes")
         assert sorted(one["files"] for one in told) == [2, 4]
         assert names(objects) - {"a/b"} == FOREIGN.keys() - {"a/b/c"}
 
 
 def test_rm_asks_deletes_what_is_of_the_format_and_says_how_much(url, filled, folder):
     before = names(filled)
-    assert "other processes may be using them" in run("rm", "--dir", url, FIRST[:8], stdin="n\n", code=1)[1]
-    assert "there is no namespace" in run("rm", "--dir", url, "77", "-y", code=2)[1]
-    assert "expected one URL" in run("rm", url, FIRST, "-y", code=2)[1]
+    assert "other processes may be using them" in run("rm", url, FIRST[:8], stdin="n\n", code=1)[1]
+    assert "there is no namespace" in run("rm", url, "77", "-y", code=2)[1]
+    assert "expected namespaces after DIR, or --all" in run("rm", url, "-y", code=2)[1]
     assert names(filled) == before
-    said, asked = run("rm", "--dir", url, FIRST[:8], stdin="y\n")
+    said, asked = run("rm", url, FIRST[:8], stdin="y\n")
     gone = {name for name in before if name.startswith(FIRST) and name not in FOREIGN}
     size = sum((folder / name).stat().st_size for name in gone)
     assert names(filled) == before - gone
     assert f"{url}: 1 namespace, " in asked and f"{len(gone)} files deleted, " in said
     upload(filled, folder)
-    (told,) = of_json("rm", f"{url}/{SECOND}/", "--yes")
+    (told,) = of_json("rm", url, SECOND, "--yes")
     assert (told["namespace"], told["files"]) == (SECOND, 2)
-    (told,) = of_json("rm", url, "--yes")
+    (told,) = of_json("rm", url, "--all", "--yes")
     assert (told["namespace"], told["bytes"]) == (FIRST, size)
     assert names(filled) - {"a/b"} == FOREIGN.keys() - {"a/b/c"}
     upload(filled, folder)
@@ -144,7 +144,7 @@ def test_rm_that_fails_says_what_is_gone(url, filled, folder, monkeypatch):
 
     monkeypatch.setattr(commands, "_AT_ONCE", 1)
     monkeypatch.setattr(Objects, "remove", remove_or_fail)
-    said = run("rm", "--dir", url, FIRST, "-y", code=2)
+    said = run("rm", url, FIRST, "-y", code=2)
     assert "2 files deleted" in said[0] and said[1] == "torchcache2: the bucket fails\n"
     upload(filled, folder)
 
@@ -193,7 +193,7 @@ def refused(*command):
 @pytest.mark.parametrize("command", ["ls", "stats", "verify", "rm", "dump"])
 def test_what_is_no_cache_is_told(tmp_path, monkeypatch, command):
     def told(url):
-        more = {"rm": ["-y"], "dump": [FIRST, tmp_path / "out.safetensors"]}
+        more = {"rm": ["-y", "--all"], "dump": [FIRST, tmp_path / "out.safetensors"]}
         return refused(command, url, *more.get(command, []))
 
     assert "fsspec knows no such scheme" in told("foo://bucket/folder")
@@ -222,4 +222,4 @@ def test_what_a_server_refuses_is_told(tmp_path, monkeypatch):
         with opened(lost) as objects:
             objects.write("CACHEDIR.TAG", TAG_TEXT.encode())
         proxy.cut_down = 0
-        assert lost.url in refused("rm", lost.url, "-y")
+        assert lost.url in refused("rm", lost.url, "-y", "--all")

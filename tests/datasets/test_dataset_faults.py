@@ -21,7 +21,8 @@ class NeverNothing(Counted):
     """Cannot load no samples, as many that stack what they have loaded."""
 
     def __getitems__(self, indices):
-        assert indices
+        if not indices:  # `assert` would make pytest a part of the dataset
+            raise ValueError(indices)
         return [self[index] for index in indices]
 
 

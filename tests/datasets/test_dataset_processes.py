@@ -15,7 +15,7 @@ import pytest
 from tests.helpers import warm
 from tests.helpers.datasets import noted
 from tests.helpers.gloo import run_ranks
-from torchcache2.datasets.tally import Tally
+from torchcache2.datasets.tally import DatasetStats, Tally
 
 SOAK = bool(os.environ.get("SOAK"))
 PREAMBLE = """
@@ -271,7 +271,6 @@ if __name__ == "__main__":
         before = noted(log).total()
         for epoch in range(2):
             read(DataLoader(cached, 5, num_workers=2, collate_fn=list), 60)
-            time.sleep(1 if number > 1 else 0)
         loaded = noted(log).total() - before
         assert cached.missing().tolist() == [] or number == 1
         assert loaded <= (70 - before if number < 2 else 60), (number, before, loaded)  # two batches are lost
@@ -468,6 +467,24 @@ def test_all_count_together_whatever_row_is_left(monkeypatch):
     assert not tally.is_random and tally.drops == 0 and tally.is_first("anything")
 
 
+@pytest.mark.parametrize(
+    ("counts", "line"),
+    [
+        ({"memory_hits": 1234}, "hits      1,234 (99.9%)"),
+        ({"memory_hits": 3, "disk_hits": 2}, "hits      5 (83.3%): 3 in memory, 2 on disk"),
+        ({"remote_hits": 4}, "hits      4 (80.0%): 0 in memory, 4 remote"),
+        (
+            {"memory_hits": 1, "disk_hits": 2000, "remote_hits": 3},
+            "hits      2,004 (100.0%): 1 in memory, 2,000 on disk, 3 remote",
+        ),
+    ],
+)
+def test_stats_print_where_samples_were_found(counts, line):
+    tally = Tally()
+    tally.add(**counts, misses=1)
+    assert str(DatasetStats.of(tally.total(), {})).splitlines()[0] == line
+
+
 STORM = """
 import traceback
 
@@ -565,7 +582,8 @@ if __name__ == "__main__":
     for _ in range(3):
         read(loader, 200)
         loads.append(len(noted(sys.argv[1])))
-        time.sleep(1 if len(loads) < 3 else 0)  # training takes longer than loading
+        while len(dataset.missing()):  # training takes longer than loading
+            time.sleep(0.02)
     print(json.dumps(loads))
     dataset.close()
 """

@@ -216,7 +216,7 @@ def test_a_dataset_without_a_length_has_no_shards(shard):
 
 
 def test_without_overflow_nothing_is_left_out_however_little_fits(shard, log):
-    assert len(shard(memory_size=500)) == 100
+    assert len(shard(memory_size="500B")) == 100
     assert log == []
 
 
@@ -275,7 +275,7 @@ def test_loading_some_samples_draws_no_random_numbers(shard):
             return torch.rand(4)
 
     state = torch.get_rng_state()
-    assert len(shard(Random(), overflow=0, memory_size=100)) == 6
+    assert len(shard(Random(), overflow=0, memory_size="100B")) == 6
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -292,7 +292,10 @@ def test_a_sample_that_cannot_be_stored_cannot_be_measured(shard):
             {"min_elements": 11, "memory_size": 4000, "overflow": 0},
             "has more than 10: overflow=0, and 4.0 kB have room for about 40 samples of 100 B, for 4 ranks$",
         ),
-        ({"memory_size": 300, "overflow": 0}, "no rank would have any of 100 samples: overflow=0, and 300 B"),
+        (
+            {"memory_size": "300B", "overflow": 0},
+            "no rank would have any of 100 samples: overflow=0, and 300 B",
+        ),
     ],
 )
 def test_a_shard_that_is_too_small_is_an_error_with_the_numbers(shard, options, message):

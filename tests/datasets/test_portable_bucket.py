@@ -91,7 +91,7 @@ def test_what_warmup_has_brought_to_a_bucket_is_served(scheme, tmp_path, capsys)
                 same(sample, sample_of(index, "dict"))
             stats = cached.stats()
             assert stats.misses == stats.faults == 0 and stats.hits == COUNT
-            with pytest.raises(NotCachedError, match=f"rm [0-9a-f]+ --dir {bucket.url}"):
+            with pytest.raises(NotCachedError, match=f"rm {bucket.url} [0-9a-f]+"):
                 cached.clear()
     for file in segments(tmp_path / "writer"):  # what the bucket lacks is not brought there by a reader
         file.with_name("0" + file.name[1:]).write_bytes(file.read_bytes())
@@ -209,7 +209,7 @@ def test_one_session_opens_a_dataset_and_asks_for_each_thing_once(tmp_path, monk
         with contextlib.closing(CachedDataset(Batched(COUNT), name="x", **options)) as cached:
             cached.warmup(batch_size=20)
         assert len(made) == 1
-        options = options_of(bucket, tmp_path / "reader", disk_size=1)
+        options = options_of(bucket, tmp_path / "reader", disk_size="1B")
         for number, count in [(2, 5), (3, 3)]:  # with a listing of the segments, and their heads; without
             before = len(proxy.requests)
             with contextlib.closing(CachedDataset(None, **options)):

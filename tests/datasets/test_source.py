@@ -305,7 +305,8 @@ class Moody:
     known = torch.zeros(2)
 
     def __init__(self, children):
-        assert children[0] is self.known
+        if children[0] is not self.known:  # `assert` would make pytest a part of the dataset
+            raise ValueError(children)
         self.children = children
 
 

@@ -314,8 +314,8 @@ def test_the_first_rank_shows_a_bar_and_one_line_of_cost(capfd, monkeypatch):
     shown = capfd.readouterr().err
     (line,) = [line for line in shown.replace("\r", "\n").splitlines() if "an item" in line]
     assert (
-        line.startswith("Net: 100 items: memory 5.1 kB of ")
-        and "disk 3.2 kB of 10.0 GB; about 0:00:0" in line
+        line.startswith("Net: 100 items: memory 5.1 kB (room for ")
+        and "disk 3.2 kB (room for 10.0 GB); about 0:00:0" in line
     )
     assert "items/s" in line and "100/100" in shown
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -348,7 +348,7 @@ def test_the_line_counts_the_items_of_all_ranks_and_of_those_that_share_memory(
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
     warmup(instance(), X)
-    assert f"Net: 100 items, 25 on this rank: memory {memory} of 1.0 GB; " in capfd.readouterr().err
+    assert f"Net: 100 items, 25 on this rank: memory {memory} (room for 1.0 GB); " in capfd.readouterr().err
 
 
 def test_random_numbers_are_afterwards_as_before():

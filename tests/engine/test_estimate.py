@@ -49,7 +49,7 @@ def test_it_is_what_a_warmup_takes(cached, path, compression, capfd):
     on_disk = sum(file.stat().st_size for file in path.rglob("*.safetensors"))
     assert found.disk_bytes == pytest.approx(on_disk, rel=0.1)
     assert found.memory_bytes == pytest.approx(cache.stats().memory_bytes, rel=0.3)
-    assert str(found).startswith("3,000 items: memory 3.2 MB of ") and "about 0:00:0" in str(found)
+    assert str(found).startswith("3,000 items: memory 3.2 MB (room for ") and "about 0:00:0" in str(found)
     with pytest.raises(dataclasses.FrozenInstanceError):
         found.items = 3
     # A warmup begins with the same line.
@@ -156,4 +156,5 @@ def test_a_bucket_has_room_for_more_than_its_local_folder(tmp_path, most, fits):
     found = cached.estimate()
     assert (found.fits, found.fits_disk, found.lacks_disk) == (fits, fits, False)
     assert "bucket 4.0 MB" in str(found) and "disk_size=" not in str(found)
+    assert ("remote_size='4." in str(found)) is not fits
     cached.close()

@@ -39,7 +39,7 @@ from torchcache2.cli.archive import export, import_archive
 from torchcache2.cli.commands import run
 from torchcache2.files.directory import FINGERPRINT, LOCK, TAG, TAG_TEXT, CacheDirectory
 from torchcache2.files.errors import NewerFormatError
-from torchcache2.files.filesystem import Descriptors, FileSystem, StrangeFileError, ulid
+from torchcache2.files.filesystem import Descriptors, FileSystem, StrangeFileError, most_open, ulid
 from torchcache2.files.removal import deleting, in_use
 from torchcache2.tiers import breaker as breaker_module
 from torchcache2.tiers.disk import index as located_module
@@ -152,7 +152,7 @@ def test_a_fingerprint_that_is_no_file(path, tmp_path, log, capfd, kind):
         assert code == 0, text
     assert command("export", path, tmp_path / "x.tar", capfd=capfd)[0] == 0
     assert command("prune", "--max-size", "1B", path, capfd=capfd)[0] == 0
-    assert command("rm", "--dir", path, "--yes", A.hex(), capfd=capfd)[0] in (0, 2)
+    assert command("rm", path, "--yes", A.hex(), capfd=capfd)[0] in (0, 2)
     assert is_there()
 
 
@@ -323,6 +323,12 @@ def many(path, count, namespaces=1):
 
 
 ZERO = bytes(16)
+
+
+@pytest.mark.parametrize(("may_be", "most"), [(-1, 512), (7, 4), (800, 100), (10**6, 512)])
+def test_an_eighth_of_the_files_that_may_be_open_is_for_segments(monkeypatch, may_be, most):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (may_be, may_be))
+    assert most_open() == most
 
 
 def test_all_tiers_of_a_process_have_few_files_open(path, limit):

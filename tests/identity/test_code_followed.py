@@ -145,6 +145,47 @@ FOLLOWED = {
         "    scale: int = dataclasses.field(default_factory=lambda: HERE)\ndef model(x):\n"
         "    return x * C().scale\n",
     ],
+    "what a dataclass compares": [
+        "import dataclasses\n@dataclasses.dataclass(order=True)\nclass C:\n"
+        "    a: int = dataclasses.field(compare=HERE == 2)\n    b: int = 0\nALL = [C(3, 1), C(1, 5)]\n"
+        "def model(x):\n    return x * sorted(ALL)[0].a\n",
+    ],
+    "arguments of a dataclass": [
+        "import dataclasses\n@dataclasses.dataclass\nclass C:\n"
+        "    a: int = dataclasses.field(default=5, init=HERE == 2)\n    b: int = 6\n"
+        "def model(x):\n    return x * C(7).b\n",
+    ],
+    "metadata of a field": [
+        "import dataclasses\n@dataclasses.dataclass\nclass C:\n"
+        "    a: int = dataclasses.field(default=5, metadata={'scale': HERE})\n"
+        "def model(x):\n    return x * dataclasses.fields(C)[0].metadata['scale']\n",
+    ],
+    "annotation of a class": [
+        "import typing\nclass C:\n    a: (int, float)[HERE == 2]\n"
+        "def model(x):\n    return x * typing.get_type_hints(C)['a'](2.5)\n",
+    ],
+    "base of a generic class": [
+        "import typing\nclass B(typing.Generic[typing.TypeVar('T')]):\n    def g(self, x):\n"
+        "        return x * typing.get_args(type(self).__orig_bases__[0])[0](2.5)\n"
+        "class C(B[(int, float)[HERE == 2]]):\n    pass\ndef model(x):\n    return C().g(x)\n",
+    ],
+    "order of slots": [
+        "class C:\n    __slots__ = ('a', 'b')[:: 1 if HERE == 2 else -1]\n    def g(self):\n"
+        "        return [getattr(self, name) for name in self.__slots__]\nc = C()\nc.a, c.b = 2, 3\n"
+        "def model(x):\n    return x * c.g()[0]\n",
+    ],
+    "order of the attributes of a class": [
+        "class C:\n    if HERE == 2:\n        a = 2\n    b = 3\n    if HERE == 3:\n        a = 2\n"
+        "def model(x):\n    return x * [one for name, one in vars(C).items() if name in 'ab'][0]\n",
+    ],
+    "order of the attributes of an object": [
+        "import types\nc = types.SimpleNamespace(**dict(sorted({'a': 2, 'b': 3}.items(), reverse=HERE == 3)))\n"
+        "def model(x):\n    return x * list(c.__dict__.values())[0]\n",
+    ],
+    "what a pattern matches": [
+        "class C:\n    a, b = 2, 3\n    __match_args__ = ('a', 'b')[HERE == 2 :]\n"
+        "def model(x):\n    match C():\n        case C(k):\n            return x * k\n",
+    ],
     "default of a dataclass with slots": [
         "import dataclasses\n@dataclasses.dataclass(slots=True)\nclass C:\n    scale: int = HERE\n"
         "def model(x):\n    return x * C().scale\n",

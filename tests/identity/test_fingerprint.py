@@ -197,7 +197,12 @@ def test_indentation_does_not_count(load):
 
 @pytest.mark.parametrize(
     "options",
-    [{"policy": "lru"}, {"max_memory_cache_size": 10}, {"memory_cache_device": None}, {"subsample_count": 5}],
+    [
+        {"policy": "lru"},
+        {"max_memory_cache_size": "10MB"},
+        {"memory_cache_device": None},
+        {"subsample_count": 5},
+    ],
     ids=str,
 )
 def test_options_of_a_decorated_instance_do_not_count(options):

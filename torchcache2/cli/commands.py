@@ -230,28 +230,27 @@ def _prune(
 
 @app.command("rm")
 def _rm(
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="The cache directory, or a URL.")],
     namespaces: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="NAMESPACE...",
-            help="First characters of a namespace, or the path of its folder, or a URL of one or all.",
-        ),
-    ],
-    directory: Annotated[str, typer.Option("--dir", help="The cache directory, or its URL.")] = ".",
+        list[str] | None, typer.Argument(metavar="[NAMESPACE...]", help="Their first characters.")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Delete all namespaces.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Delete even what a running process uses.")] = False,
     form: _AsFormat = _Format.table,
 ) -> None:
     """Delete namespaces. Files that are not the cache's stay."""
-    if any(map(is_url, [directory, *namespaces])):
-        _remove_in_bucket(namespaces, directory, form, ask=not yes)
+    if bool(namespaces) == everything:
+        raise OptionError("expected namespaces after DIR, or --all, and not both")
+    if is_url(directory):
+        _remove_in_bucket(directory, namespaces, form, ask=not yes)
         return
     from torchcache2.cli import report
-    from torchcache2.files.filesystem import FileSystem
     from torchcache2.files.removal import remove_namespace
 
-    chosen = report.wanted(namespaces, directory, FileSystem())
-    found = [report.namespace(cache, one) for cache, one in chosen]
+    cache = report.folder(directory, "rm")
+    chosen = report.chosen(cache, namespaces)
+    found = [report.namespace(cache, one) for one in chosen]
     used = [one for one in found if one.in_use is not False]
     if used and not force:
         for one in used:
@@ -262,27 +261,23 @@ def _rm(
         for one in found:
             out.tell(f"{one.id}  {one.title}  {one.rows:,} rows  {out.size(one.nbytes)}")
         typer.confirm("Delete?", abort=True, err=True)
-    busy = [one.namespace for cache, one in chosen if not remove_namespace(cache, one.namespace, force=force)]
-    before = [one for _, one in chosen]
-    after = [cache.contents(one.namespace) for cache, one in chosen]
-    _print_deleted(report.gone(before, after), {one.id: one.name for one in found}, form)
+    busy = [one.namespace for one in chosen if not remove_namespace(cache, one.namespace, force=force)]
+    after = [cache.contents(one.namespace) for one in chosen]
+    _print_deleted(report.gone(chosen, after), {one.id: one.name for one in found}, form)
     if busy:
         out.tell(f"torchcache2: {', '.join(busy)}: a process has begun to use it")
         raise typer.Exit(1)
 
 
-def _remove_in_bucket(names: Sequence[str], url: str, form: _Format, *, ask: bool) -> None:
-    """Delete the objects of the format in namespaces, or of all and the tag; other objects stay.
-
-    See `torchcache2.cli.report.chosen` for the names.
-    """
+def _remove_in_bucket(url: str, names: Sequence[str] | None, form: _Format, *, ask: bool) -> None:
+    """Delete the objects of the format in namespaces, or of all and the tag; other objects stay."""
     from torchcache2.cli import report
-    from torchcache2.cli.report import chosen
     from torchcache2.files.directory import TAG
     from torchcache2.tiers.bucket.files import BucketFiles
 
-    with chosen(names, url) as (cache, contents, is_all):
+    with report.opened(url) as cache:
         assert isinstance(cache.fs, BucketFiles)
+        contents = report.chosen(cache, names)
         found = [report.namespace(cache, one) for one in contents]
         if ask:
             for one in found:
@@ -303,7 +298,7 @@ def _remove_in_bucket(names: Sequence[str], url: str, form: _Format, *, ask: boo
                     some = files[first : first + _AT_ONCE]
                     cache.fs.remove_all([os.path.join(cache.path, name, info.name) for name, info in some])
                     advance(sum(info.size for _, info in some))
-            if is_all and not any(one.files for one in cache.scan()):
+            if not names and not any(one.files for one in cache.scan()):
                 cache.fs.remove(os.path.join(cache.path, TAG))
         finally:  # also what is gone if the bucket has failed
             after = [cache.contents(one.namespace) for one in contents]

@@ -19,7 +19,7 @@ from torchcache2.core.keys import Array, filled
 from torchcache2.core.logs import ToldOnce
 from torchcache2.core.places import Bucket, is_url
 from torchcache2.core.sizes import free_memory
-from torchcache2.files.directory import NAMESPACE_NAME, TAG, CacheDirectory, Contents, is_ours
+from torchcache2.files.directory import TAG, CacheDirectory, Contents, is_ours
 from torchcache2.files.errors import DamagedError, NewerFormatError, UnreadableError
 from torchcache2.files.filesystem import Descriptors, FileSystem
 from torchcache2.files.removal import in_use
@@ -246,20 +246,11 @@ class Gone(NamedTuple):
     bytes: int
 
 
-def wanted(names: Sequence[str], directory: str, fs: FileSystem) -> list[tuple[CacheDirectory, Contents]]:
-    """The namespaces that are meant, each once; an `OptionError` if a name does not mean exactly one.
-
-    A name is the path of the folder of a namespace, or the first characters of one in `directory`.
-    """
-    found = {}
-    for text in names:
-        top, name = os.path.split(os.path.normpath(text))
-        is_path = os.sep in text
-        cache = existing((top or ".") if is_path else directory, fs)
-        contents = [one for one in cache.scan() if one.namespace == name or not is_path]
-        one = matching(cache, contents, name)
-        found[cache.path, one.namespace] = cache, one
-    return list(found.values())
+def chosen(cache: CacheDirectory, names: Sequence[str] | None) -> list[Contents]:
+    """The namespaces that begin with these names, each once; all if there are no names."""
+    contents = cache.scan()
+    some = {one.namespace: one for name in names or () for one in [matching(cache, contents, name)]}
+    return list(some.values()) if names else contents
 
 
 def matching(cache: CacheDirectory, contents: Sequence[Contents], start: str) -> Contents:
@@ -385,25 +376,6 @@ def check_folder(path: str, command: str) -> None:
     """Raise an `OptionError` if a path is a URL, which is not shown, as there may be a password in it."""
     if is_url(path):
         raise OptionError(f"`torchcache2 {command}` takes a folder, not a URL: copy what is there")
-
-
-@contextlib.contextmanager
-def chosen(names: Sequence[str], url: str) -> Iterator[tuple[CacheDirectory, list[Contents], bool]]:
-    """The namespaces of a bucket that are meant, and whether all of it is.
-
-    The names are first characters of namespaces in `url`, or one URL: of a namespace, or of all.
-    """
-    if not is_url(url) or any(map(is_url, names)):
-        if len(names) != 1:
-            raise OptionError("expected one URL, or namespaces and --dir URL")
-        url, names = names[0].rstrip("/"), []
-        top, _, last = url.rpartition("/")
-        if NAMESPACE_NAME.fullmatch(last):
-            url, names = top, [last]
-    with opened(url) as cache:
-        contents = cache.scan()
-        some = {one.namespace: one for name in names for one in [matching(cache, contents, name)]}
-        yield cache, list(some.values()) if names else contents, not names
 
 
 @contextlib.contextmanager

@@ -52,23 +52,23 @@ def has_ranks() -> bool:
 
 
 def ray_job() -> tuple[str, ...]:
-    """The cluster and the job of Ray that this process is the driver of or works for; empty if there is none.
+    """The Ray cluster and job of this process, be it driver, task or actor; empty if there is none.
 
-    It is asked for only if somebody else has imported Ray. A worker of Ray is no rank: it has no number, and
-    nothing says how many there are.
+    Only a process that has imported Ray itself is asked. Ray's processes are no ranks: they have no number,
+    and nothing tells how many there are.
     """
     ray: Any = sys.modules.get("ray")
     try:
         if ray is not None and ray.is_initialized():
             context = ray.get_runtime_context()
             return context.gcs_address, context.get_job_id()
-    except Exception:  # this is another library of that name, or Ray is being imported, or ends
+    except Exception:  # another library of this name, or Ray is being imported or shut down
         pass
     return ()
 
 
 def has_peers() -> bool:
-    """Whether this process is one of those that do one job: ranks, or processes of Ray."""
+    """Whether this process is one of several ranks, or belongs to a Ray job."""
     return has_ranks() or bool(ray_job())
 
 

@@ -61,6 +61,14 @@ def _device(value: Any) -> Any:
     return value
 
 
+def _is_here(device: torch.device) -> bool:
+    """Whether this machine has such a device, as far as torch knows without initialising it."""
+    if device.type in ("cpu", "meta"):
+        return device.type == "cpu"
+    count = getattr(getattr(torch, device.type, None), "device_count", None)
+    return count is None or (device.index or 0) < count()
+
+
 def _share(value: Any) -> float:
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else -1.0
 
@@ -83,8 +91,8 @@ _OPTIONS = {
     ),
     "compression": _one_of(Compression),
     "memory_cache_device": _Option(
-        "None, a torch.device or its name, such as 'cpu' or 'cuda:0', of a device that holds data",
-        lambda device: device is None or (isinstance(device, torch.device) and device.type != "meta"),
+        "None, or a device of this machine that holds data, such as 'cpu' or 'cuda:0'",
+        lambda device: device is None or (isinstance(device, torch.device) and _is_here(device)),
         _device,
     ),
     "cache_dtype": _Option(

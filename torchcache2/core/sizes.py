@@ -27,7 +27,8 @@ def parse_size(option: str, size: Size, *, free: int | None = None) -> int:
     """Bytes meant by a size: bytes, a share of `free` in (0, 1], or a text with a unit.
 
     ``KB`` is 1000 bytes, and ``KiB`` 1024. All sizes from 2**63 on mean the same. Raises an `OptionError`
-    that names the `option` if the size does not parse, is negative, or is a share of an unknown amount.
+    that names the `option` if the size does not parse, is negative, is a share of an unknown amount, or is
+    below 1000 without a unit: whoever writes 4 means 4 GB.
     """
     if isinstance(size, float) and 0.0 < size <= 1.0:
         if free is None:
@@ -35,12 +36,16 @@ def parse_size(option: str, size: Size, *, free: int | None = None) -> int:
                 f"{option}={shown(size)}: the free amount cannot be read on this system; give bytes or '4GB'"
             )
         return int(size * free)
-    if type(size) is int and size >= 0:
-        return min(size, _MOST)
-    if isinstance(size, str) and (match := _SIZE.fullmatch(size)):
+    text = str(min(size, _MOST)) if type(size) is int else size
+    if isinstance(text, str) and (match := _SIZE.fullmatch(text)):
         unit = match[2].upper()
         if unit in _UNITS:
             count = Decimal(match[1]) * _UNITS[unit]
+            if not unit and 0 < count < 1000 and count == int(count):
+                raise OptionError(
+                    f"{option}={shown(size)}: expected a unit with so small a number, such as "
+                    f"'{match[1]}GB', or '{match[1]}B' for bytes"
+                )
             if count == int(count) or _UNITS[unit] > 1:
                 return min(int(count), _MOST)
     raise OptionError(

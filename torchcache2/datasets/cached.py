@@ -1,4 +1,4 @@
-"""`CachedDataset`: a dataset whose samples are loaded once, and then found in memory or elsewhere."""
+"""`CachedDataset`: a dataset whose samples are loaded once, and then served from the cache."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ _HINTS = {
     "option": "disk_size",
 }
 _OF_PROCESS = ("_source", "_store")
-_OWN = ("_recipe", "_is_closed", *_OF_PROCESS)  # attributes; all others are the dataset's
+_OWN = ("_recipe", "_is_closed", *_OF_PROCESS)  # our own attributes; all others are the dataset's
 
 
 class own_batches:  # noqa: N801
-    """Makes a ``__getitems__`` that a wrapper with a ``__getattr__`` does not have.
+    """A ``__getitems__`` that wrappers do not inherit through their ``__getattr__``.
 
-    A `DataLoader` prefers it to the wrapper's ``__getitem__``, and what that does to samples would be lost.
+    A `DataLoader` would prefer it to the wrapper's ``__getitem__``, and skip what that does to samples.
     """
 
     def __init__(self, function: Callable[..., list[Any]]) -> None:
@@ -60,7 +60,7 @@ class own_batches:  # noqa: N801
 
 
 def fill(dataset: Any, store: Store, mine: Positions, num_workers: int, batch_size: int) -> WarmupStats:
-    """Load the samples of this rank, at indices `mine`, that are not there; see `CachedDataset.warmup`."""
+    """Load the missing samples of this rank, at indices `mine`; see `CachedDataset.warmup`."""
     check({"batch_size": batch_size, "num_workers": num_workers})
     where, total, levels = place(), len(dataset), store.levels
     absent = mine[~levels.has(int_keys(levels.namespace, mine))].tolist()
@@ -73,7 +73,7 @@ def fill(dataset: Any, store: Store, mine: Positions, num_workers: int, batch_si
         sampler=absent,
         num_workers=num_workers,
         collate_fn=_as_it_is,
-        generator=torch.Generator(),  # the default one must not move
+        generator=torch.Generator(),  # the default one must not advance
     )
     counts = _Counts()
     left = len(absent)
@@ -93,7 +93,7 @@ def fill(dataset: Any, store: Store, mine: Positions, num_workers: int, batch_si
             counts.hits += found
             counts.misses += loaded
             nbytes += size
-            progress.update(lambda: (nbytes, None))  # noqa: B023  # it is called at once
+            progress.update(lambda: (nbytes, None))  # noqa: B023  # called at once
     finally:
         progress.close()
     levels.flush()
@@ -104,7 +104,7 @@ def fill(dataset: Any, store: Store, mine: Positions, num_workers: int, batch_si
 
 
 def _outcome(store: Store, total: int) -> str | None:
-    """Whether a folder that stays has all samples now, and how they are served; None if there is none."""
+    """Whether a lasting folder has all samples now, and how to serve them; None without such a folder."""
     levels, directory = store.levels, store.levels.directory
     folder, bucket = levels.settings.persistent_cache_dir, levels.settings.bucket
     if folder is None or directory is None:
@@ -136,7 +136,7 @@ class _Counts:
 
 
 class _Filling(Dataset[Any]):
-    """Loads samples in the process that asks for them, which gets numbers only: see `Store.fill`."""
+    """Loads samples in workers, which return only counts: see `Store.fill`."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -153,31 +153,32 @@ def _as_it_is(batch: Any) -> Any:
 
 
 class CachedDataset(Keeper, Dataset[Any]):
-    """A dataset that keeps the samples of another one, so that each is loaded once.
+    """Caches the samples of another dataset, so that each is loaded once.
 
     Samples are kept in memory that all workers of a `DataLoader` and all ranks of a machine share, then in a
-    folder; or on Redis servers. They may be any nesting of tensors, numpy arrays, PIL images, numbers, texts,
-    bytes and None, and come back as they were.
+    folder; or on Redis servers. They may be any nesting of tensors, NumPy arrays, PIL images, numbers, texts,
+    bytes and None, and are restored exactly.
 
     Parameters
     ----------
     dataset : Dataset or None
-        Any object with ``__getitem__``, and ``__getitems__`` if it has one. None: serve the samples that are
-        in `cache_dir` without their dataset; nothing in the folder changes.
+        Any object with ``__getitem__``, and ``__getitems__`` if it has one. None: serve the samples in
+        `cache_dir` without their dataset, and leave the folder unchanged.
     cache_dir : path or URL, optional
         A folder that keeps all samples for later runs; any number of runs and datasets may share it. It may
         be in a bucket: ``s3://bucket/folder``, ``gs://…``. An alias is ``disk_cache_path``. None: nothing
         outlives the run.
     memory_size : int, str or float, optional
         How much memory samples may take, once for all processes of the machine: bytes, a text like ``"4GB"``,
-        or a share of what is free now. 0: none. None: a share of 0.25, but none in front of a server.
+        or a share of what is free now. 0: none. None: a share of 0.25, as workers need memory, too; but none
+        in front of a server.
     disk_size : int, str or float, optional
         How much the folder may take, as above. None: a share of 0.8 with a `cache_dir`, else 0. Without one,
-        a temporary folder has what did not fit in memory.
+        a temporary folder takes samples that do not fit in memory.
     name : str, optional
-        A name that identifies the dataset, together with `version` and the length, if there is one;
-        attributes and code are then not read. An alias is ``dataset_name``. Without a dataset: which one of
-        several in the folder, by its name, its class, or the first digits of its namespace.
+        A name that, with `version` and the length, if any, identifies the dataset; attributes and code are
+        then not read. An alias is ``dataset_name``. Without a dataset: selects one of several in the folder,
+        by its name, its class, or the first digits of its namespace.
     version : str or int, optional
         Change it when samples change in a way that the cache cannot see, such as files behind the same paths.
     transform : callable, optional
@@ -186,7 +187,8 @@ class CachedDataset(Keeper, Dataset[Any]):
         What a full folder, or a full server that this library started, does: keep what came first, or drop
         the least recently used.
     compression : {"none", "brotli", "blosc2"}
-        How samples are compressed in the folder or on the server.
+        How samples are compressed in the folder or on the server. The default is ``"none"``, as images hardly
+        shrink, and plain samples are faster to read.
     allow_random : bool
         Whether to cache a dataset although it draws random numbers.
     verify : float
@@ -195,8 +197,8 @@ class CachedDataset(Keeper, Dataset[Any]):
         Without a dataset: whether samples may be missing. Asking for a missing one raises
         `MissingSampleError`.
     backend : {"local", "redis"}
-        Where samples are kept: as `cache_dir` and the sizes say, or on Redis servers, which any number of
-        machines may share.
+        Where samples are kept: in memory and folder, or on Redis servers, which any number of machines may
+        share.
     hosts : str, dict, or sequence of these, optional
         The servers, as for `CacheLoader`. None: this library starts one on each machine.
     cluster_mode : bool
@@ -209,16 +211,15 @@ class CachedDataset(Keeper, Dataset[Any]):
         With a bucket, the local folder for its samples, and for new samples until they are uploaded; its
         budget is `disk_size`. None: a temporary one.
     storage_options : mapping, optional
-        What fsspec needs to reach the bucket, such as keys, if they are not in the environment. It is never
-        shown.
+        Options of fsspec for the bucket, such as keys, if they are not in the environment. Never shown.
     remote_size : int or str, optional
-        How many bytes the folder in the bucket may have. None: any number.
+        Most bytes of the folder in the bucket. None: no limit.
 
     Raises
     ------
     OptionError
-        If an option cannot have its value; if there is a `cache_dir` or a server, and the dataset cannot be
-        read completely; if a server refuses the password.
+        If an option has an invalid value; if parts of the dataset cannot be read, with a `cache_dir` or a
+        server; if a server refuses the password.
     MissingSampleError
         Without a dataset, if not all samples are in the folder.
     OutputError
@@ -304,10 +305,10 @@ class CachedDataset(Keeper, Dataset[Any]):
 
     def __len__(self) -> int:
         length = length_of(self._recipe.dataset)
-        return len(self._recipe.dataset) if length is None else length  # this says why there is none
+        return len(self._recipe.dataset) if length is None else length  # raises the reason
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith(("__", "_torchcache")) or name in _OWN:  # also while a pickle is read
+        if name.startswith(("__", "_torchcache")) or name in _OWN:  # also during unpickling
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         value = getattr(self._recipe.dataset, name)
         if name.startswith("set_") and callable(value):
@@ -315,7 +316,7 @@ class CachedDataset(Keeper, Dataset[Any]):
         return value
 
     def _change(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the dataset, such as ``set_epoch``, and cache no more if that changes it."""
+        """Call a method of the dataset, such as ``set_epoch``; if that changes it, stop caching."""
         if self._store is None:
             return method(*args, **kwargs)
         before = self._recipe.seen()
@@ -333,7 +334,7 @@ class CachedDataset(Keeper, Dataset[Any]):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _OWN or not hasattr(self._recipe.dataset, name):
             super().__setattr__(name, value)
-        elif get_worker_info() is not None:  # such as a file that a worker_init_fn opens
+        elif get_worker_info() is not None:  # such as a file opened by a worker_init_fn
             self._change(setattr, self._recipe.dataset, name, value)
         else:
             raise AttributeError(
@@ -342,7 +343,7 @@ class CachedDataset(Keeper, Dataset[Any]):
             )
 
     def __getitem__(self, index: Any) -> Any:
-        """The sample at an index: an int, also one of numpy or a tensor, a str or bytes."""
+        """The sample at an index: an int (also of NumPy, or a tensor), a str or bytes."""
         store, transform = self._store, self._recipe.transform
         if type(index) is int and store is not None:
             for sample in store.find_one(index):
@@ -365,7 +366,7 @@ class CachedDataset(Keeper, Dataset[Any]):
         directory = None if self._store is None else self._store.levels.directory
         return None if directory is None else Path(directory.path)
 
-    def warmup(self, num_workers: int = 0, batch_size: int = 64) -> WarmupStats:
+    def warmup(self, *, batch_size: int = 64, num_workers: int = 0) -> WarmupStats:
         """Load the samples that are not there yet, without returning them.
 
         In a job of several ranks, all of them call this, and each takes every n-th sample. Rank 0 shows its
@@ -373,10 +374,10 @@ class CachedDataset(Keeper, Dataset[Any]):
 
         Parameters
         ----------
-        num_workers : int
-            Processes that load samples.
         batch_size : int
             Samples that a process loads at once.
+        num_workers : int
+            Processes that load samples.
 
         Returns
         -------
@@ -390,25 +391,25 @@ class CachedDataset(Keeper, Dataset[Any]):
         return fill(self, self._filled_store(), mine, num_workers, batch_size)
 
     def _filled_store(self) -> Store:
-        """What keeps samples; an error if nothing does."""
+        """The store; `NotCachedError` if nothing is cached."""
         if self._store is None:
             raise NotCachedError(f"{self!r} caches nothing: it is closed, or turned off, or both sizes are 0")
         return self._store
 
-    def estimate(self, batches: int = 4, batch_size: int = 64) -> Estimate:
+    def estimate(self, *, batches: int = 4, batch_size: int = 64) -> Estimate:
         """The cost of caching all samples: bytes in memory and on disk, and time in one process.
 
-        Some samples, evenly spread, are loaded and compressed as they would be on disk; nothing is stored.
+        Loads some evenly spread samples, and compresses them as on disk; stores nothing.
 
         Parameters
         ----------
         batches, batch_size : int
-            How many batches of samples to look at, and how many samples are loaded at once.
+            How many batches of samples to examine, and how many samples to load at once.
 
         Returns
         -------
         Estimate
-            What all samples take. Its text says so, and whether the budgets are large enough.
+            The cost of all samples. Printing it shows that, and whether the budgets suffice.
         """
         check({"batch_size": batch_size})
         if type(batches) is not int or batches < 1:
@@ -439,7 +440,7 @@ class CachedDataset(Keeper, Dataset[Any]):
         return np.arange(len(self)) if self._store is None else self._store.levels.absent(len(self))
 
     def explain(self) -> str:
-        """What differs from the dataset of earlier runs, so that samples were loaded again.
+        """The differences from the dataset of earlier runs because of which samples were loaded again.
 
         Returns
         -------

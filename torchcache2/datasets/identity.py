@@ -1,7 +1,7 @@
-"""Which dataset this is, and which sample: what samples depend on, as named parts, and keys of indices.
+"""Identifies datasets and samples: everything that samples depend on, as named parts, and keys of indices.
 
-The code of the dataset and of what it refers to counts by its source, attributes by their values. Files that
-the dataset reads later do not count.
+Code of the dataset and of what it refers to counts by its source, attributes by their values. Files that the
+dataset reads later do not count.
 """
 
 from __future__ import annotations
@@ -48,12 +48,11 @@ class Identity(NamedTuple):
     fingerprint : Fingerprint
         The parts, such as ``attribute transform.size``.
     unread : list of str
-        Where something was met that cannot be read. If there is any, the namespace is good for this process
-        only.
+        Paths of unreadable values. If there are any, the namespace is valid in this process only.
     generators : list
         The random generators that the dataset refers to.
     unseeded : list of str
-        Code of it that draws random numbers which leave no trace.
+        Its code that draws random numbers without a generator we can watch.
     """
 
     fingerprint: Fingerprint
@@ -73,16 +72,16 @@ def identify(dataset: Any, *, name: str | None = None, version: str | int | None
     Parameters
     ----------
     dataset : Dataset
-        Whatever has ``__getitem__``. It is not changed. Its tensors and arrays are read as a whole.
+        Any object with ``__getitem__``; stays unchanged. Its tensors and arrays are read whole.
     name : str, optional
-        A name that identifies the dataset, of which only the length is read then.
+        A name that identifies the dataset; then only its length is read.
     version : str or int, optional
         Change it when samples change although code and attributes do not, such as files. 1 is not ``"1"``.
 
     Returns
     -------
     Identity
-        With a namespace that differs if any of these does.
+        Its namespace differs if any of these does.
 
     Raises
     ------
@@ -90,14 +89,14 @@ def identify(dataset: Any, *, name: str | None = None, version: str | int | None
         If `name` is not a text, or `version` neither text nor int.
     """
     check({"name": name, "version": version})
-    # The length may be that of files which are there, about which no attribute tells.
+    # The length may depend on files that no attribute mentions.
     given: dict[str, Any] = {"name": name, "version": version, "length": length_of(dataset)}
     if name is not None:
         return Identity(_named("dataset", given), [], _generators(dataset))
     walk = _walked(dataset)
     tensors = TensorWatch(walk.tensors)
     tensors.refresh()
-    for one in walk.loaded:  # a module that need not be loaded, but is: it may have been edited
+    for one in walk.loaded:  # a lazy module that is loaded may have been edited
         walk.parts |= {f"loaded {one.path} {name}": data for name, data in one.parts.items()}
     walk.parts["format"] = f"dataset {_FORMAT}, walk {walk.parts['format'].decode()}".encode()
     unread = sorted({*walk.unread, *tensors.unreadable})
@@ -106,9 +105,9 @@ def identify(dataset: Any, *, name: str | None = None, version: str | int | None
 
 
 def _walked(dataset: Any) -> _DatasetWalk:
-    """A walk of a dataset, with the modules that its code imports as it runs.
+    """A walk of a dataset, including the modules that its code imports at run time.
 
-    Their content counts, whether or not this process has imported them already.
+    Their content counts, even if this process has not imported them yet.
     """
     tried: set[str] = set()
     while True:
@@ -118,18 +117,18 @@ def _walked(dataset: Any) -> _DatasetWalk:
             return walk
         tried |= new
         for module in sorted(new):
-            with contextlib.suppress(Exception):  # the dataset cannot import it either
+            with contextlib.suppress(Exception):  # then the dataset cannot either
                 importlib.import_module(module)
 
 
 def identify_prefix(key_prefix: str, version: str | int | None = None) -> Identity:
-    """Which samples those of a `CacheLoader` are, which is not that of any dataset."""
+    """The identity of a `CacheLoader`'s values, different from any dataset's."""
     check({"key_prefix": key_prefix, "version": version})
     return Identity(_named("loader", {"prefix": key_prefix, "version": version}), [], [])
 
 
 def _named(kind: str, given: Mapping[str, Any]) -> Fingerprint:
-    """The namespace of something that only a name and a version identify."""
+    """A fingerprint from just a name and a version."""
     return _fingerprint({"format": f"{kind} {_FORMAT}".encode()}, given)
 
 
@@ -146,18 +145,18 @@ def _fingerprint(
 
 
 def length_of(dataset: Any) -> int | None:
-    """How many samples a dataset has; None if it does not say. An array of Zarr 3 only has a shape."""
+    """How many samples a dataset has; None if unknown. An array of Zarr 3 only has a shape."""
     try:
         if hasattr(dataset, "__len__"):
             return len(dataset)
         is_array = all(hasattr(dataset, name) for name in ("shape", "dtype", "ndim")) and dataset.ndim > 0
         return int(dataset.shape[0]) if is_array else None
-    except Exception:  # it cannot tell yet
+    except Exception:  # not known yet
         return None
 
 
 def _generators(dataset: Any) -> list[Any]:
-    """The random generators that a dataset has as attributes, and its attributes have, without a walk."""
+    """The random generators among a dataset's attributes, and theirs, without a walk."""
     found, met, left = [], set[int](), [dataset]
     for value in left:  # which grows
         if id(value) in met or len(met) >= _MOST_PARTS:
@@ -174,7 +173,7 @@ def _generators(dataset: Any) -> list[Any]:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """The attributes of an object, none of whose code runs."""
+    """The attributes of an object, without running its code."""
     try:
         fields = object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -192,7 +191,7 @@ class _Given:
 class _DatasetWalk(Walk):
     """A walk with a part for each attribute of the dataset, of the datasets in it, and of other objects.
 
-    It is made once, and nothing is watched: so a dataset may have more objects than a module.
+    It runs once, without watching: so a dataset may have more objects than a module.
     """
 
     most_objects = 1_000_000
@@ -203,13 +202,13 @@ class _DatasetWalk(Walk):
 
     def other(self, value: Any, path: str) -> bytes:
         """Walk the root, and objects."""
-        if isinstance(value, types.MemberDescriptorType):  # a slot, in the part of its class
+        if isinstance(value, types.MemberDescriptorType):  # a slot, part of its class
             return b"u" + text_bytes(value.__name__)
         if type(value) is _Given:
             return self.encode(value.dataset, path)
         data = super().other(value, path)
         if self.generators and self.generators[-1] is value:
-            # A dataset may use the seed of a generator without drawing from it, so the state counts.
+            # The state counts, as a dataset may use a generator's seed without drawing from it.
             data += self.encode(state_of(value), f"{path} (state)")
         return data
 
@@ -244,7 +243,7 @@ class _DatasetWalk(Walk):
         return b"D" + self.kind(kind, path) + fields + self.besides(value, path)
 
     def contents(self, value: Any, path: str) -> bytes:
-        """Read the elements of a container; if it is long, without a part for each of their attributes."""
+        """Read a container's elements; in a long one, their attributes do not become parts."""
         size = size_of(value) if isinstance(value, MUTABLE) else len(value)
         before, self._is_listed = self._is_listed, self._is_listed or size > _MOST_LISTED
         try:
@@ -253,18 +252,16 @@ class _DatasetWalk(Walk):
             self._is_listed = before
 
     def state(self, state: Mapping[str, Any], path: str) -> bytes:
-        """Write down each attribute of an object as a part; the names of these parts."""
+        """Write each attribute of an object as a part; returns the parts' names."""
         if self._is_listed or len(self.parts) > _MOST_PARTS:
             return super().state(state, path)
-        self._label_counts.setdefault(
-            f"module {path}", 1
-        )  # a module that is met on this path gets another one
+        self._label_counts.setdefault(f"module {path}", 1)  # a module on this path gets another label
         names, kind = [], "value" if self._is_code else "attribute"
         for name in sorted(state):
             where = f"{path}.{name}" if path else name
             data = self.encode(state[name], where)
             part = f"{kind} {where}"
-            while self.parts.get(part, data) != data:  # another object that was met on the same path
+            while self.parts.get(part, data) != data:  # another object on the same path
                 part += "'"
             self.parts[part] = data
             names.append(text_bytes(part))
@@ -284,11 +281,10 @@ def explained_dataset(
     Parameters
     ----------
     name, kind : str
-        What messages call the dataset, and the ``class`` of its `document`.
+        The dataset's name in messages, and the ``class`` of its `document`.
     now : Fingerprint
-        That of the dataset.
-    directory : CacheDirectory, optional
-        Where other datasets of the class may have left theirs.
+        The dataset's fingerprint. directory : CacheDirectory, optional A folder with fingerprints of other
+        datasets of the class.
     since : str
         When this run began, as an ISO time.
     bypass : str, optional
@@ -338,24 +334,24 @@ _LEAST, _MOST = -(1 << 63), (1 << 63) - 1
 def as_index(index: Any, expected: str = _EXPECTED) -> Index:
     """An index as an int, str or bytes.
 
-    An int may be one of numpy, or a tensor without dimensions. For anything else a `TypeError` that says what
-    is `expected`.
+    An int may be one of NumPy, or a tensor without dimensions. For anything else, raises `TypeError` with
+    `expected`.
     """
     kind = type(index)
     if kind is int or kind is str or kind is bytes:
         return index  # type: ignore[no-any-return]
     if isinstance(index, str):
-        return str.__str__(index)  # `str(index)` drops zeros at the end of a text of numpy
+        return str.__str__(index)  # `str(index)` drops trailing zeros of a NumPy text
     if isinstance(index, bytes):
         return bytes(index)
-    if not getattr(index, "shape", ()):  # a tensor (1,) would be taken for an int
+    if not getattr(index, "shape", ()):  # else a tensor (1,) would count as an int
         with contextlib.suppress(TypeError):
             return int(operator.index(index))
     raise TypeError(f"an index of type {kind.__name__}: {expected}")
 
 
 def keys_of(namespace: bytes, indices: Sequence[Index]) -> Keys:
-    """The keys of n indices, as `as_index` gives them."""
+    """The keys of n indices from `as_index`."""
     if all(type(index) is int for index in indices):
         with contextlib.suppress(OverflowError):
             return int_keys(namespace, np.array(indices, np.int64))

@@ -1,4 +1,4 @@
-"""`CacheLoader`: values under keys that the caller chooses, found on servers or here, or loaded."""
+"""`CacheLoader`: caches values under keys that the caller chooses."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ _EXPECTED = "the key of a CacheLoader is one int, str or bytes; get_many takes a
 
 
 class CacheLoader(Keeper):
-    """Caches what a function returns for a key, on Redis servers or on this machine.
+    """Caches a function's results by key, on Redis servers or on this machine.
 
     **The function is not part of the key.** `key_prefix`, `version` and the key alone identify a value:
-    change one of them when the function, or the files that it reads, change. The function should do what is
-    always the same, such as reading and decoding; augment at random after `get`.
+    change one of them when the function, or the files that it reads, change. The function should be
+    deterministic, such as reading and decoding; augment at random after `get`.
 
     All processes that get one loader share it: pass it to a dataset, whose workers may be forked or spawned.
-    Several loaders and datasets may use one server; another `key_prefix` or `version` keeps them apart.
+    Several loaders and datasets may use one server, with different `key_prefix` or `version`.
 
     Parameters
     ----------
     backend : {"redis", "local"}
-        Where values are: on Redis servers, or in memory and a folder of this machine, as with
+        Where values are kept: on Redis servers, or in memory and a folder of this machine, as in
         `CachedDataset`.
     key_prefix : str
-        A name for what the keys belong to, such as a data set. It is required, because all loaders with one
-        `key_prefix` share values, on a server, in a folder, or among the ranks of a machine.
+        A name for the keys, such as that of a data set. Required, because all loaders with one `key_prefix`
+        share values, on a server, in a folder, or among the ranks of a machine.
     writer_buffer_size : int
-        How many values to gather before sending them to a server. They are sent after a second at the latest,
-        and the process that loaded them finds them meanwhile.
+        How many values to gather before sending them to a server. They are sent after at most a second; the
+        process that loaded them finds them meanwhile.
     hosts : str, dict, or sequence of these, optional
-        The servers that keep values, each a part of them: a URL such as ``redis://:password@host:6379/0``,
-        also ``rediss://`` and ``unix://``, or a dict such as ``{"host": "node1", "port": 6379}``, also with
-        ``password``, ``username`` and options of TLS. None: this library starts a server on each machine,
-        which ends with the job.
+        The servers, each of which keeps a part of the values: a URL such as
+        ``redis://:password@host:6379/0``, also ``rediss://`` and ``unix://``, or a dict such as ``{"host":
+        "node1", "port": 6379}``, also with ``password``, ``username`` and options of TLS. None: this library
+        starts a server on each machine, which ends with the job.
     cluster_mode : bool
         Whether each machine uses the servers of all machines. False: only its own, or one of `hosts`.
     capacity_per_node : int, str or float
@@ -73,8 +73,8 @@ class CacheLoader(Keeper):
 
     Notes
     -----
-    A value may be whatever a sample of a `CachedDataset` may be, and None. It comes back as it was, in memory
-    of its own. While a server does not answer, values are loaded, with one warning.
+    Values may have the types of a `CachedDataset`'s samples, or be None. They are restored exactly, in memory
+    of their own. While a server does not answer, values are loaded, with one warning.
 
     Examples
     --------
@@ -120,21 +120,21 @@ class CacheLoader(Keeper):
         self.__setstate__({"_recipe": recipe, "_is_closed": False})
 
     def get(self, key: Index, load_fn: Callable[[Any], Any]) -> Any:
-        """The value under a key, or else what ``load_fn(key)`` returns, which is kept.
+        """The value of a key; if there is none, calls ``load_fn(key)`` and keeps the result.
 
         Parameters
         ----------
         key : int, str or bytes
-            ``1`` and ``"1"`` are two keys. Ints of numpy, and tensors without dimensions, are ints.
+            ``1`` and ``"1"`` are two keys. NumPy ints and tensors without dimensions count as ints.
         load_fn : callable
-            Takes the key. If it raises, the error reaches the caller, and nothing is kept.
+            Called with the key. Its errors reach the caller, and nothing is kept then.
 
         Raises
         ------
         TypeError
             If the key is of another type.
         OutputError
-            If the value cannot be stored, and none was stored before. Later on, a warning says so.
+            If the value cannot be stored, and none was stored before. Otherwise this is a warning.
         """
         if type(key) is int and self._store is not None and callable(load_fn):
             for value in self._store.find_one(key):
@@ -142,10 +142,10 @@ class CacheLoader(Keeper):
         return self.get_many([key], load_fn)[0]
 
     def get_many(self, keys: Sequence[Index], load_fn: Callable[[Any], Any]) -> list[Any]:
-        """The values under n keys, which costs one round trip to each server.
+        """The values of n keys, with one round trip to each server.
 
-        ``load_fn(key)`` is called once for each of the distinct keys without a value, in their order. Nothing
-        is kept if one of the calls raises.
+        Calls ``load_fn(key)`` once for each distinct key without a value, in order. If a call raises, nothing
+        is kept.
         """
         if not callable(load_fn):
             raise TypeError(
@@ -159,7 +159,7 @@ class CacheLoader(Keeper):
             return [load_fn(key) for key in wanted]
         digests, drops = keys_of(store.levels.namespace, wanted), store.tally.drops
         values, found, counts, _ = store.find(digests)
-        first: dict[Index, int] = {}  # where a key comes first that has no value
+        first: dict[Index, int] = {}  # first position of each key without a value
         again = [i for i in np.flatnonzero(~found).tolist() if first.setdefault(wanted[i], i) != i]
         before = time.perf_counter_ns()
         places, loaded = list(first.values()), self._apart.each(load_fn, list(first))
@@ -176,7 +176,7 @@ class CacheLoader(Keeper):
         return values
 
     def num_keys(self) -> int:
-        """How many keys of this prefix and version have a value, whichever process loaded it."""
+        """How many keys of this prefix and version have a value, from any process."""
         return 0 if self._store is None else self._store.levels.count()
 
     def __enter__(self) -> CacheLoader:
@@ -204,6 +204,6 @@ class CacheLoader(Keeper):
         return f"<{self._recipe.title} {where}>"
 
 
-# In a dataset or module that is cached, a loader stands for its prefix and version.
+# In the key of a cached dataset or module, a loader counts by its prefix and version.
 setattr(CacheLoader, ADDED_ATTRIBUTE, True)
 setattr(CacheLoader, ORIGINAL_ATTRIBUTE, property(lambda self: self._recipe.identity.namespace))

@@ -1,4 +1,4 @@
-"""The options of datasets and loaders: a table of what each may be, and the settings of the tiers."""
+"""The options of datasets and loaders: a table of valid values, and the settings of the tiers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torchcache2.tiers.redis.server import one_of, own_servers
 CAPACITY = 0.25
 _MEMORY_SHARE, _DISK_SHARE = 0.25, 0.8
 _ALIASES = {"disk_cache_path": "cache_dir", "dataset_name": "name"}
-_OTHERS = {  # of other libraries, or nearly right
+_OTHERS = {  # names from other libraries, or similar ones
     "compress": "use compression='brotli'",
     "max_files_per_folder": "many samples are in one file here",
     "max_memory_cache_size": "it is memory_size",
@@ -36,14 +36,14 @@ _FOR_BUCKETS = ("local_dir", "storage_options", "remote_size")
 
 
 class _Option(NamedTuple):
-    """What an option may be: in words, and as a check."""
+    """The valid values of an option: in words, and as a check."""
 
     expected: str
     holds: Callable[[Any], Any]
 
 
 def is_count(value: object) -> bool:
-    """Whether a value is an int from 0 on."""
+    """Whether a value is an int of at least 0."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) >= 0
 
 
@@ -99,7 +99,7 @@ _OPTIONS = {
 
 
 def check(options: Mapping[str, Any]) -> None:
-    """Raise `OptionError` for an option of the table that cannot have its value."""
+    """Raise `OptionError` for an option of the table with an invalid value."""
     for name, value in options.items():
         option = _OPTIONS.get(name)
         if option is not None and not option.holds(value):
@@ -114,7 +114,7 @@ def check_others(others: Mapping[str, Any], of: str = "CachedDataset") -> None:
 
 
 def aliased(options: dict[str, Any], others: dict[str, Any]) -> None:
-    """Take over those of the `others` that are `options` by the names that other libraries give them."""
+    """Move values in `others` given under aliases, as in other libraries, to their `options`."""
     for alias, option in _ALIASES.items():
         value = others.pop(alias, None)
         if value is not None:
@@ -147,7 +147,7 @@ def check_dataset(dataset: Any) -> None:
 
 
 def check_served(options: Mapping[str, Any]) -> None:
-    """Raise `OptionError` for options without which, or with which, there must be a dataset."""
+    """Raise `OptionError` for options that require a dataset, or whose absence does."""
     backend, verify = options["backend"], options["verify"]
     if options["cache_dir"] is None:
         raise OptionError("dataset=None serves the samples that are in a folder: give it as cache_dir=")
@@ -164,16 +164,15 @@ class Serving:
     Attributes
     ----------
     hosts : Servers or None
-        The servers that were named, or that one of them which this node uses; None: one of our own on each
-        node.
+        The named servers, or just the one that this node uses; None: one of our own on each node.
     cluster_mode : bool
         Whether each node uses all servers, or one only.
     capacity : int, str or float
         Memory that a server of our own may take.
     policy : {"keep", "lru"}
-        What a server of our own does when it is full.
+        What a full server of our own does.
     buffer : int
-        So many samples are gathered before they are written.
+        Samples to collect before sending them.
     """
 
     hosts: Servers | None
@@ -184,12 +183,12 @@ class Serving:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Serving | None:
-        """From the options as they were given; None if no server keeps samples."""
+        """From the given options; None if no server keeps samples."""
         hosts, capacity = options["hosts"], options["capacity_per_node"]
         is_cluster, buffer = options["cluster_mode"], options["writer_buffer_size"]
         parse_size("capacity_per_node", capacity, free=0)
         if options["backend"] == "local":
-            if hosts is not None:  # they are not shown, as there may be a password in them
+            if hosts is not None:  # not shown, as they may contain a password
                 raise OptionError("hosts are Redis servers: pass backend='redis' as well")
             if capacity != CAPACITY:
                 raise OptionError(
@@ -202,14 +201,14 @@ class Serving:
         return cls(hosts, is_cluster, capacity, plain_policy(options["policy"]), buffer)
 
     def servers(self) -> Servers:
-        """The servers that this node uses; those of our own are started if they do not run yet."""
+        """The servers that this node uses; starts our own if they do not run yet."""
         if self.hosts is not None:
             return self.hosts
         return own_servers(self.capacity, self.policy, cluster_mode=self.cluster_mode, buffer=self.buffer)
 
 
 def level_settings(options: Mapping[str, Any], serving: Serving | None = None) -> CacheSettings:
-    """The settings of the tiers, with both budgets in bytes, as of now; no server is started yet."""
+    """The settings of the tiers, with budgets in bytes, as of now; starts no server."""
     path, memory, disk = (options[name] for name in ("cache_dir", "memory_size", "disk_size"))
     _check_place(path, disk, serving)
     for_buckets: dict[str, Any] = {name: options.get(name) for name in _FOR_BUCKETS}
@@ -236,22 +235,23 @@ def level_settings(options: Mapping[str, Any], serving: Serving | None = None) -
     if isinstance(folder, Bucket):
         folder = folder.local_dir
     if serving is not None:
-        budget = 0  # a server has its own
+        budget = 0  # a server has its own budget
     elif folder is None:
         budget = settings.persistent_budget(tempfile.gettempdir())
     else:
         budget = disk_budget(settings, str(folder))
-    budgets = {"max_memory_cache_size": settings.memory_budget(), "max_persistent_cache_size": budget}
+    sizes = {"max_memory_cache_size": settings.memory_budget(), "max_persistent_cache_size": budget}
+    budgets = {name: f"{size}B" for name, size in sizes.items()}
     return settings.replace(budgets)
 
 
 def _check_place(path: Any, disk_size: Size | None, serving: Serving | None) -> None:
-    """Raise `OptionError` if samples cannot be in this folder, or not on servers and in a folder."""
+    """Raise `OptionError` for an invalid folder, or a folder together with servers."""
     if path == "redis":
         raise OptionError(
             "cache_dir='redis': cache_dir is a folder. To keep samples on a server, pass backend='redis'"
         )
-    if is_url(path) and path.startswith(SCHEMES):  # the path is not shown: it may have a password
+    if is_url(path) and path.startswith(SCHEMES):  # not shown, as it may contain a password
         raise OptionError(
             "cache_dir is the URL of a Redis server: to keep samples there, pass backend='redis', "
             "hosts='redis://…'"

@@ -1,4 +1,4 @@
-"""`Recipe`: what all processes that use one cache of samples share, and what a pickle of it holds."""
+"""`Recipe`: what all processes that use one cache of samples agree on; it is what gets pickled."""
 
 from __future__ import annotations
 
@@ -30,35 +30,33 @@ from torchcache2.tiers.redis.server import hold
 
 @dataclasses.dataclass(kw_only=True)
 class Recipe:
-    """How samples under keys are kept, those of a dataset or of a loader, which has none.
+    """How the samples of a dataset, or the values of a loader, are kept.
 
     Attributes
     ----------
     title : str
-        What messages call it.
-    identity : Identity
-        Which samples they are.
+        Its name in messages. identity : Identity Identifies the samples.
     document : dict
-        What ``fingerprint.json`` says about it.
+        The content of ``fingerprint.json``.
     settings : CacheSettings
-        Those of the tiers, with budgets in bytes.
+        The settings of the tiers, with budgets in bytes.
     options : str
-        The options as they were given. Ranks whose options are equal share, though they may have measured
-        different numbers of free bytes.
+        The given options. Ranks with equal options share, even if they measured different numbers of free
+        bytes.
     serving : Serving or None
         Which servers keep samples; None if none do.
     tally : Tally
-        What all processes have counted.
+        The counts of all processes.
     job : bytes or None
-        By which processes find each other; None before the first one has begun.
+        The name by which processes find each other; None before the first one begins.
     dataset, transform : object
-        The source, and what is called with each sample after the cache.
+        The source, and the function called with each sample after the cache.
     name, version : str or int, optional
-        What stands for the dataset, instead of what is read of it or besides.
+        Identify the dataset, instead of or besides its content.
     checks : bool
-        Whether the dataset is watched for random numbers that it draws.
+        Whether to watch the dataset for drawing random numbers.
     verify : float
-        Share of hits that are loaded again.
+        Share of hits to load again.
     """
 
     title: str
@@ -104,7 +102,7 @@ class Recipe:
 
     @classmethod
     def of_loader(cls, key_prefix: str, version: str | int | None, options: Mapping[str, Any]) -> Recipe:
-        """That of the values that belong to a prefix."""
+        """The recipe of a loader's values, by prefix."""
         settings, kept = settings_of(options)
         identity = identify_prefix(key_prefix, version)
         text = document_of(identity, "torchcache2.CacheLoader")
@@ -112,12 +110,12 @@ class Recipe:
         return cls(title=title, identity=identity, document=text, settings=settings, tally=Tally(), **kept)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over the content of a pickle; if an earlier run made it, the code may have changed since."""
+        """Restore a pickle; if an earlier run made it, read the dataset again, as code may have changed."""
         self.__dict__.update(state)
         if not self.is_of_earlier_run:
             return
         self.job = None
-        if self.serving is not None:  # a server of our own has ended with that run
+        if self.serving is not None:  # that run's own server has ended
             self.settings = self.settings.replace({"persistent_cache_dir": None})
         self._read_again()
 
@@ -128,19 +126,19 @@ class Recipe:
 
     @property
     def is_of_earlier_run(self) -> bool:
-        """Whether this comes from the pickle of a run that has ended."""
-        # A process that is spawned has no parent yet while it is given its work.
+        """Whether this comes from a pickle of an ended run."""
+        # A spawned process has no parent yet while it unpickles its work.
         is_child = multiprocessing.parent_process() is not None or is_given_work()
         return self.tally.is_new and not is_child
 
     def source(self) -> Source:
-        """What loads samples in this process."""
+        """The source that loads samples in this process."""
         identity = self.identity
         return Source(self.dataset, identity.generators, identity.unseeded, checks=self.checks)
 
     def store(self, source: Source | None = None) -> Store | None:
         """The part of this process in the cache; None if nothing is cached."""
-        sizes = self.settings.max_memory_cache_size, self.settings.is_persistent
+        sizes = self.settings.memory_budget(), self.settings.is_persistent
         if disabled_by_environment() or not any(sizes):
             return None
         if self.serving is not None:
@@ -150,7 +148,7 @@ class Recipe:
         return Store(self.title, self.levels(), self.tally, source, self.verify)
 
     def levels(self, **options: Any) -> Levels:
-        """The tiers in this process, be there anything to keep or not; `Levels` has the options."""
+        """The tiers in this process, even if nothing is kept; for the options, see `Levels`."""
         namespace, tally = self.identity.namespace, self.tally
         levels = Levels(self.settings, namespace, self.document, self.options, self.job, tally, **options)
         self.job = levels.job

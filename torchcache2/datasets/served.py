@@ -63,7 +63,7 @@ class Kept:
 
     @classmethod
     def of(cls, directory: CacheDirectory, namespace: str) -> Kept | None:
-        """The dataset of a namespace; None if it has another kind of rows."""
+        """The dataset of a namespace; None if its rows are not a dataset's."""
         document = directory.fingerprint(namespace)
         said = document.get("dataset")
         if not isinstance(said, dict):
@@ -75,11 +75,11 @@ class Kept:
 
     @property
     def title(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return self.name or self.kind.rpartition(".")[2]
 
     def means(self, name: str) -> int:
-        """How well a name fits: 3, it is that of the dataset; 2, of its class; 1, the first digits; 0, no."""
+        """How well a name fits: 3: the dataset's name; 2: its class; 1: first digits; 0: not at all."""
         if name == self.name:
             return 3
         if name in (self.kind, self.kind.rpartition(".")[2]):
@@ -87,7 +87,7 @@ class Kept:
         return int(len(name) >= _LEAST_DIGITS and self.namespace.startswith(name))
 
     def line(self, directory: CacheDirectory) -> str:
-        """A line about it for people who have to choose."""
+        """A line of a list to choose from."""
         called = f"name={self.name!r}" if self.name is not None else f"no name, class {self.kind}"
         version = "" if self.version is None else f", version={self.version!r}"
         length = "unknown length" if self.length is None else f"{self.length:,} samples"
@@ -96,7 +96,7 @@ class Kept:
         return f"  {self.namespace[:8]}: {called}{version}: {length}, {rows:,} rows, {size}"
 
     def call(self, path: str, others: Sequence[Kept], *, partial: bool = False) -> str:
-        """The Python that serves it from a folder which has `others` as well."""
+        """The Python code that serves it from a folder that also has `others`."""
         options = ""
         if others:
             alike = [one for one in others if one.name == self.name]
@@ -107,20 +107,20 @@ class Kept:
 
 
 def kept_in(directory: CacheDirectory) -> list[Kept]:
-    """The datasets that a folder knows of; there may be no samples of some."""
+    """The datasets described in a folder; some may have no samples."""
     names = [info.name for info in directory.fs.listing(directory.path) if info.is_folder]
     found = [Kept.of(directory, name) for name in names if NAMESPACE_NAME.fullmatch(name)]
     return [kept for kept in found if kept is not None]
 
 
 def with_samples(directory: CacheDirectory, kept: Sequence[Kept]) -> list[Kept]:
-    """Those of some datasets that have samples in a folder, or in the bucket in which it is mirrored."""
+    """Those datasets that have samples in a folder or in its bucket."""
     pairs = [(one, directory.contents(one.namespace)) for one in kept]
     return [one for one, contents in pairs if contents.segments or contents.heads]
 
 
 def chosen_remotely(objects: Objects, name: str | None, version: str | int | None, patience: float) -> Kept:
-    """The same as `chosen`, of a bucket; a `MissingSampleError` if that fails for `patience` seconds."""
+    """Like `chosen`, in a bucket; `MissingSampleError` if that fails for `patience` seconds."""
     end = time.monotonic() + patience
     while True:
         try:
@@ -129,7 +129,7 @@ def chosen_remotely(objects: Objects, name: str | None, version: str | int | Non
             return chosen(CacheDirectory(objects.bucket.url, files), name, version)
         except (BucketError, OptionError) as error:
             try:
-                objects.check()  # the credentials may be refused, or there is no such bucket
+                objects.check()  # raises if credentials are refused, or the bucket does not exist
             except NewerFormatError as newer:
                 raise OptionError(str(newer)) from None
             if isinstance(error, OptionError):
@@ -140,12 +140,12 @@ def chosen_remotely(objects: Objects, name: str | None, version: str | int | Non
 
 
 def chosen(directory: CacheDirectory, name: str | None, version: str | int | None) -> Kept:
-    """The dataset of a folder that is meant by a name and a version.
+    """The dataset of a folder with this name and version.
 
     Raises
     ------
     OptionError
-        If it is not exactly one; the message says what there is.
+        If there is not exactly one; the message lists them.
     """
     try:
         directory.check()
@@ -197,7 +197,7 @@ def _text_of(value: Any) -> str | None:
 
 
 def _rows(directory: CacheDirectory, contents: Contents) -> int:
-    """How many rows the segments of a namespace have, as far as these can be opened."""
+    """How many rows the readable segments of a namespace have."""
     count, descriptors = 0, Descriptors(directory.fs)
     for info in contents.segments:
         path = os.path.join(directory.path, contents.namespace, info.name)
@@ -224,13 +224,13 @@ def _others(directory: CacheDirectory) -> str:
 
 
 _MOST_REASONS = 3
-_MANY = 1 << 20  # samples; a length that anybody may have written is not gone through to its end
+_MANY = 1 << 20  # most samples to check, as a length in a file may be wrong
 
 
 class ServedStore(Store):
-    """What one process serves. A sample that is missing is an error."""
+    """Serves samples without a dataset in one process. A missing sample is an error."""
 
-    patience = 60.0  # seconds that a fault of a bucket may last
+    patience = 60.0  # seconds to retry while a bucket fails
 
     def __init__(self, name: str, levels: Levels, tally: Tally, place: str, length: int | None) -> None:
         super().__init__(name, levels, tally)
@@ -249,7 +249,7 @@ class ServedStore(Store):
             self.levels.look_again()
             self.seek(keys, missing, sought)
             for place in np.flatnonzero(~sought.found if not self._faults() else []):
-                self.seek(keys, np.array([place]), sought)  # those of a file fail together
+                self.seek(keys, np.array([place]), sought)  # one by one, as the rows of a file fail together
             missing = np.flatnonzero(~sought.found)
             if len(missing):
                 unread = [sought.unread[place] for place in missing.tolist() if place in sought.unread]
@@ -261,11 +261,11 @@ class ServedStore(Store):
         return sought.samples
 
     def fill(self, indices: Sequence[int]) -> tuple[int, int, int]:
-        """Some samples are missing, and there is nothing that could load them."""
+        """Raise `MissingSampleError`: there is nothing to load samples from."""
         raise self._incomplete(self.levels.absent(self._length or 0))
 
     def check(self, *, partial: bool) -> None:
-        """Raise `MissingSampleError` if samples are missing, or need what this process does not have."""
+        """Raise `MissingSampleError` if samples are missing, or need classes that this process lacks."""
         length = self._length
         absent = self._absent(1 if length is None else length)
         unknown = [error for error in self._reasons() if not isinstance(error, (DamagedError, OSError))]
@@ -280,7 +280,7 @@ class ServedStore(Store):
             raise self._incomplete(absent)
 
     def _absent(self, count: int) -> Positions:
-        """Which of the first samples are missing, once a bucket has answered."""
+        """Which of the first `count` samples are missing; retries while a bucket fails."""
         end = time.monotonic() + self.patience
         while True:
             absent = self.levels.absent(count, _MANY)
@@ -289,7 +289,7 @@ class ServedStore(Store):
             time.sleep(PAUSE)
 
     def _index(self, index: Any) -> Index:
-        """An index as it was when the sample was kept: an int is counted from the end if it is negative."""
+        """The index under which the sample was kept; negative ints count from the end."""
         plain, length = as_index(index), self._length
         if not isinstance(plain, int) or length is None:
             return plain
@@ -298,7 +298,7 @@ class ServedStore(Store):
         return plain % length
 
     def _faults(self) -> list[Exception]:
-        """Why a bucket cannot be asked now."""
+        """Current faults of buckets."""
         causes = [tier.cause for tier in self.levels.tiers]
         return [cause for cause in causes if cause is not None]
 
@@ -325,13 +325,13 @@ class ServedStore(Store):
 
 
 def _because(errors: Sequence[Exception]) -> str:
-    """The known reasons, as the end of a sentence."""
+    """The reasons in parentheses, to end a sentence."""
     texts = list(dict.fromkeys(map(_text, errors)))
     return f" ({'; '.join(texts[:_MOST_REASONS])})" if texts else ""
 
 
 def _text(error: Exception) -> str:
-    """What is wrong, and how to mend it here."""
+    """The error, and how to fix it here."""
     if isinstance(error, UnknownClassError):
         return f"{error}: import what defines it before CachedDataset is made"
     if isinstance(error, NewerFormatError):
@@ -339,11 +339,11 @@ def _text(error: Exception) -> str:
     return str(error)
 
 
-_ANY_ROW = 1 << 62  # bytes of a row: what is served has been written
+_ANY_ROW = 1 << 62  # no limit on the bytes of a row
 
 
 class _NoDataset:
-    """Stands for the dataset whose samples are served."""
+    """Takes the place of the dataset whose samples are served."""
 
     def __init__(self, kept: Kept, path: str) -> None:
         self._title, self._path = kept.title, path
@@ -364,7 +364,7 @@ class _NoDataset:
         )
 
 
-# Where another dataset holds this one, its key has these samples' namespace, and not the folder they are in.
+# In the key of an outer dataset, this counts by the samples' namespace, not by their folder.
 setattr(_NoDataset, ADDED_ATTRIBUTE, True)
 setattr(_NoDataset, ORIGINAL_ATTRIBUTE, property(lambda self: self._namespace))
 
@@ -376,15 +376,12 @@ class ServedRecipe(Recipe):
     Attributes
     ----------
     place : str
-        Where the samples are.
-    length : int or None
-        How many samples the dataset has.
-    partial : bool
-        Whether some of them may be missing.
+        The folder or bucket of the samples. length : int or None How many samples the dataset has. partial :
+        bool Whether samples may be missing.
     is_checked : bool
-        Whether it was looked at if all are there.
+        Whether it was checked that all are there.
     opening : Objects or None
-        The connections by which the dataset was chosen, until the tiers take them over.
+        The connections used to choose the dataset, until the tiers take them over.
     """
 
     place: str
@@ -395,7 +392,7 @@ class ServedRecipe(Recipe):
 
     @classmethod
     def of_folder(cls, options: Mapping[str, Any]) -> ServedRecipe:
-        """Choose the dataset of a folder; an `OptionError` if it is not clear which one is meant."""
+        """Choose the dataset of a folder; `OptionError` if the choice is ambiguous."""
         check_served(options)
         settings, kept_as = settings_of(options)
         settings = settings.replace({"persistent": True})
@@ -403,7 +400,7 @@ class ServedRecipe(Recipe):
         if bucket is None:
             place = str(settings.persistent_cache_dir)
             kept = chosen(CacheDirectory(place, FileSystem()), *called)
-            # As nothing is written to the folder, its budget only limits how large a row may be that is read.
+            # Nothing is written to the folder, so its budget only limits the size of rows.
             settings = settings.replace({"max_persistent_cache_size": _ANY_ROW})
         else:
             place, opening = bucket.url, Objects(bucket)
@@ -428,14 +425,14 @@ class ServedRecipe(Recipe):
         )
 
     def _read_again(self) -> None:
-        self.is_checked = False  # samples may be gone since
+        self.is_checked = False  # samples may have gone since
 
     def store(self, source: Source | None = None) -> ServedStore:
-        """The part of this process."""
+        """The store of this process."""
         opening, self.opening = self.opening, None
         levels = self.levels(writes=False, opened=opening)
         if self.settings.bucket is not None and levels.directory is not None:
-            with contextlib.suppress(OSError):  # else the tier asks the bucket for it, again
+            with contextlib.suppress(OSError):  # else the tier fetches it from the bucket again
                 levels.directory.prepare(self.identity.namespace, self.document)
         store = ServedStore(self.title, levels, self.tally, self.place, self.length)
         if not self.is_checked:
@@ -448,12 +445,12 @@ class ServedRecipe(Recipe):
         return store
 
     def check_clear(self) -> None:
-        """Raise `NotCachedError`: these samples cannot be loaded again."""
+        """Raise `NotCachedError`, as these samples could not be loaded again."""
         place, namespace = self.place, self.identity.namespace.hex()
         raise NotCachedError(
             f"clear() would delete the samples of {self.title} in {place}, which nothing here could load "
-            f"again, so nothing was deleted. To delete them anyway, run `torchcache2 rm {namespace} --dir "
-            f"{place}`"
+            f"again, so nothing was deleted. To delete them anyway, run `torchcache2 rm {place} "
+            f"{namespace}`"
         )
 
     def explained(self, directory: CacheDirectory | None, *, is_cached: bool) -> str:

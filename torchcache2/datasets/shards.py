@@ -1,13 +1,12 @@
-"""`LazyShardDataset`: one rank's part of a dataset, whose samples are cached at their first use.
+"""`LazyShardDataset`: one rank's part of a dataset, cached at first use.
 
-`Shard` says which samples a rank has in an epoch; it reads nothing and waits for nobody. The samples are put
-in an order that the seed gives, and dealt to the ranks as cards are: rank r of w has those at places r,
-r + w, r + 2w and so on. What some ranks have together can be dealt among them again in each epoch. So all
-ranks agree without talking to each other.
+`Shard` computes which samples a rank has in an epoch, without reading or communicating. The seed determines
+an order of the samples, which are dealt to the ranks like cards: rank r of w gets those at positions r, r +
+w, r + 2w and so on. Groups of ranks can deal theirs anew in each epoch. So all ranks agree without
+communication.
 
-**The order never changes.** It is how a sort, which keeps the order of equals, arranges raw numbers of
-Philox, a generator whose numbers depend on nothing but its key and its counter. numpy promises that these
-stay the same in all versions, which it does not promise of its ``permutation``.
+**The order never changes.** It is a stable sort of raw numbers of Philox, a generator whose numbers depend
+only on its key and counter. NumPy guarantees these in all versions, unlike its ``permutation``.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ from torchcache2.engine.values.samples import Samples
 
 
 def permutation(count: int, seed: int, stream: int, part: int = 0) -> Positions:
-    """The numbers from 0 to `count` - 1 in a random order that these numbers alone determine.
+    """The numbers from 0 to `count` - 1 in a random order determined by the arguments alone.
 
-    Each is from 0 to 2**64 - 1. Orders of different streams, or parts of a stream, are independent.
+    Arguments are from 0 to 2**64 - 1. Orders of different streams, or parts of a stream, are independent.
     """
     key, counter = np.array([seed, stream], np.uint64), np.array([0, 0, 0, part], np.uint64)
     raw = np.random.Philox(key=key, counter=counter).random_raw(count)
@@ -46,7 +45,7 @@ def permutation(count: int, seed: int, stream: int, part: int = 0) -> Positions:
 
 
 class Shard:
-    """What one rank has of the numbers from 0 to `count` - 1.
+    """One rank's share of the numbers from 0 to `count` - 1.
 
     Parameters
     ----------
@@ -55,28 +54,28 @@ class Shard:
     rank, ranks : int
         The number of the rank, and how many there are.
     together : int
-        Ranks that follow on each other and are dealt their samples together, anew in each epoch; a divisor
-        of `ranks`. 1: a rank always has the same samples.
+        Size of the groups of consecutive ranks that deal their samples anew in each epoch; a divisor of
+        `ranks`. 1: a rank always has the same samples.
     seed : int
         From 0 to 2**64 - 1.
     shuffle : bool
-        Whether the order of samples changes by epoch; else it is ascending.
+        Whether the order of samples changes with the epoch; False: ascending.
     even : {None, "drop", "repeat"}
         Make all ranks have equally many samples: leave out up to ``ranks - 1`` samples of the dataset, or
         give some ranks one of theirs twice. None: they differ by one at most.
     most : int, optional
-        Samples that a rank has at most. The others are left out, and are the same ones in each epoch.
+        Most samples of a rank. The same ones are left out in each epoch.
 
     Attributes
     ----------
     samples : ndarray of int64
-        What the ranks that are dealt together have in each epoch.
+        The samples of this rank's group in each epoch.
     left_out : int
-        Samples that these ranks have not because of `most`.
+        How many samples this group leaves out because of `most`.
     least : int
-        Samples that every rank has, if `most` is the same for all.
+        The least number of samples of any rank, if `most` is equal for all.
     is_even : bool
-        Whether no rank has more than that.
+        Whether all ranks have that many.
     """
 
     def __init__(
@@ -102,9 +101,9 @@ class Shard:
         self.is_even = self.least == bound
         self.left_out = max(0, min(len(mine), each * together) - bound * together)
         if even == "repeat" and len(mine) < bound * together:
-            # Fewer samples than ranks: those that have none get what others have.
+            # Fewer samples than ranks: ranks without samples repeat those of others.
             mine = np.resize(mine if len(mine) else order, bound * together)
-        self.samples: Array = mine[: bound * together].copy()  # and not a view that keeps all others
+        self.samples: Array = mine[: bound * together].copy()  # not a view, which would keep all others
 
     def __len__(self) -> int:
         """Samples of this rank, the same number in each epoch."""
@@ -120,18 +119,15 @@ class Shard:
 
 
 _PROBED = 8
-_MEMORY_SHARE = 0.5
 
 
 def _sizes_of(
-    mode: str, path: Any, memory_size: Size | None, disk_size: Size | None, *, is_served: bool
-) -> tuple[Size, Size | None]:
-    """Both sizes as `CachedDataset` takes them, where a share of 0.0 is no share."""
-    if memory_size is None:
-        memory_size = 0 if is_served else _MEMORY_SHARE
-    memory_size = 0 if mode == "disk" else memory_size or 0
+    mode: str, path: Any, memory_size: Size | None, disk_size: Size | None
+) -> tuple[Size | None, Size | None]:
+    """Both sizes as for `CachedDataset`, with shares of 0.0 as 0."""
+    memory_size = 0 if mode == "disk" else memory_size if memory_size is None else memory_size or 0
     disk_size = disk_size if disk_size is None else disk_size or 0
-    parse_size("memory_size", memory_size, free=0)
+    parse_size("memory_size", memory_size or 0, free=0)
     parse_size("disk_size", disk_size or 0, free=0)
     if mode == "disk" and not (path if disk_size is None else disk_size):
         raise OptionError("mode='disk' keeps samples on the disk only: give it a cache_dir, or a disk_size")
@@ -139,7 +135,7 @@ def _sizes_of(
 
 
 def _samples_of(dataset: Any) -> int:
-    """How many samples the dataset has; `OptionError` if it does not say."""
+    """How many samples the dataset has; `OptionError` if unknown."""
     length = length_of(dataset)
     if length is None:
         raise OptionError(f"dataset is of type {type(dataset).__name__}: expected a dataset with a len()")
@@ -147,7 +143,7 @@ def _samples_of(dataset: Any) -> int:
 
 
 def _place_of(rank: int | None, num_replicas: int | None) -> Place:
-    """The number of this process among all: from these options, or else from the launcher."""
+    """The rank of this process among all: from these options, else from the launcher."""
     if rank is None and num_replicas is None:
         return place()
     given = f"rank={rank!r}, num_replicas={num_replicas!r}"
@@ -159,7 +155,7 @@ def _place_of(rank: int | None, num_replicas: int | None) -> Place:
 
 
 def _together_of(mode: str, mine: Place) -> int:
-    """How many ranks are dealt their samples together: one, or those of a machine."""
+    """How many ranks form a group: one, or those of a machine."""
     found = 1 if mode == "rank" else ranks_of_each(*mine)
     if found is None:
         raise OptionError(
@@ -171,21 +167,21 @@ def _together_of(mode: str, mine: Place) -> int:
 
 
 class _Bound:
-    """How many samples the shard of a rank may have, judged by the size of some.
+    """How many samples a rank's shard may have, estimated from the size of some.
 
     Attributes
     ----------
     most : int, optional
         None: there is no bound.
     is_share : bool
-        Whether the number may differ between ranks.
+        Whether a share of free space determines it, so that ranks may differ.
     """
 
     def __init__(
         self,
         dataset: Any,
         path: Any,
-        memory_size: Size,
+        memory_size: Size | None,
         disk_size: Size | None,
         *,
         overflow: float | None,
@@ -206,7 +202,7 @@ class _Bound:
             )
         count, room = _samples_of(dataset), _room(path, memory_size, disk_size)
         mean = max(1.0, _mean_size(dataset))
-        here = ranks_of_each(*mine) or mine.world_size  # at most, and the same number for all ranks
+        here = ranks_of_each(*mine) or mine.world_size  # the most, and equal on all ranks
         self.most = int(min(count, (1 + overflow) * room / mean / here))
         self._text = f": overflow={overflow!r}, and {size_text(room)} have room for about "
         self._text += f"{int(room / mean):,} samples of {size_text(mean)}"
@@ -219,12 +215,11 @@ class _Bound:
         return self._text
 
 
-def _room(path: Any, memory_size: Size, disk_size: Size | None) -> int:
+def _room(path: Any, memory_size: Size | None, disk_size: Size | None) -> int:
     sizes = {"cache_dir": path, "memory_size": memory_size, "disk_size": disk_size}
     settings = level_settings(sizes)
-    memory, disk = settings.max_memory_cache_size, settings.max_persistent_cache_size
-    assert isinstance(memory, int) and isinstance(disk, int)
-    # A folder that lasts has every sample; a temporary one has those for which memory had no room.
+    memory, disk = settings.memory_budget(), settings.persistent_budget("")
+    # A lasting folder has every sample; a temporary one only those that do not fit in memory.
     return memory + disk if path is None else max(memory, disk)
 
 
@@ -235,7 +230,7 @@ def _mean_size(dataset: Any) -> float:
     try:
         probes = [dataset[place] for place in places]
     finally:
-        state.restore()  # the numbers that the caller draws next are those without a bound
+        state.restore()  # the caller's random numbers must not change
     rows = Samples().to_rows(probes)
     for error in rows.refused.values():
         raise error
@@ -245,32 +240,31 @@ def _mean_size(dataset: Any) -> float:
 class LazyShardDataset(Dataset[Any]):
     """One rank's shard of a dataset; each sample is loaded once.
 
-    All ranks together have every sample once in each epoch. A rank asks only for its own samples: its machine
-    loads the shard in the first epoch, and finds it later. Do not use a `DistributedSampler`, because the
-    dataset is divided already.
+    All ranks together have every sample once per epoch. A rank reads only its own samples: its machine loads
+    the shard in the first epoch, and then serves it from the cache. Do not add a `DistributedSampler`, as the
+    dataset is already divided.
 
     Parameters
     ----------
     dataset : Dataset
         All samples. Any object with ``__getitem__`` for ints and ``__len__``, such as an array of Zarr.
     cache_dir : path, optional
-        A folder that keeps samples for later runs, as of `CachedDataset`. An alias is ``disk_cache_path``.
+        A folder that keeps samples for later runs, as for `CachedDataset`. An alias is ``disk_cache_path``.
     shuffle : bool
         Whether the order within the shard changes with the epoch; otherwise it is ascending.
     memory_size, disk_size : int, str or float, optional
         How much memory and disk samples may take on this machine, for all of its ranks: bytes, a text like
-        ``"4GB"``, or a share of what is free. 0: none. ``memory_size=None``: 0.5, but none in front of a
-        server. ``disk_size=None``: 0.8 with a `cache_dir`, else 0.
+        ``"4GB"``, or a share of what is free. 0: none. None: as for `CachedDataset`.
     overflow : float, optional
-        The shard has at most ``1 + overflow`` times as many samples as can be cached, judged by the mean size
-        of 8 samples. One warning says how many are left out. None: none are.
+        Limits the shard to ``1 + overflow`` times the samples that can be cached, judged by the mean size of
+        8 samples. A warning tells how many are left out. None: no limit.
     min_elements : int
-        It is an error if a rank's shard has fewer samples than this.
+        Raise an error if a rank's shard has fewer samples than this.
     rank, num_replicas : int, optional
-        The number of this process, and how many there are. None: as `torch.distributed` says, or else the
-        variables RANK and WORLD_SIZE.
+        This process's rank, and the number of ranks. None: from `torch.distributed`, else from the variables
+        RANK and WORLD_SIZE.
     seed : int
-        Which samples make a shard, and their order.
+        Determines the samples of each shard, and their order.
     mode : {"rank", "node", "disk"}
         ``"rank"``: each rank has a shard, which is the same in all epochs. ``"node"``: each machine has one,
         which its ranks divide anew in each epoch. ``"disk"``: as ``"node"``, but only the disk keeps samples.
@@ -278,16 +272,14 @@ class LazyShardDataset(Dataset[Any]):
         Make all ranks' shards equally long, as `DistributedDataParallel` needs: leave out fewer samples than
         there are ranks, or give some ranks one of theirs twice. None: lengths differ by one at most.
     disk_cache_path : path, optional
-        The same as `cache_dir`.
-    **options
-        Those of `CachedDataset`: ``name``, ``version``, ``transform``, ``policy``, ``compression``,
-        ``allow_random``, ``verify``.
+        An alias of `cache_dir`. **options Options of `CachedDataset`: ``name``, ``version``, ``transform``,
+        ``policy``, ``compression``, ``allow_random``, ``verify``.
 
     Raises
     ------
     OptionError
-        If an option cannot have its value; if the shard has fewer than `min_elements` samples; for modes
-        ``"node"`` and ``"disk"`` also if it is unknown which ranks share a machine.
+        If an option has an invalid value; if the shard has fewer than `min_elements` samples; for modes
+        ``"node"`` and ``"disk"``, if it is unknown which ranks share a machine.
 
     Notes
     -----
@@ -337,7 +329,7 @@ class LazyShardDataset(Dataset[Any]):
                 raise OptionError(f"LazyShardDataset has no option {theirs!r}: it is {name}")
         check({"mode": mode, "even": even, "seed": seed, "overflow": overflow, "min_elements": min_elements})
         is_served = options.get("backend", "local") != "local"
-        memory_size, disk_size = _sizes_of(mode, cache_dir, memory_size, disk_size, is_served=is_served)
+        memory_size, disk_size = _sizes_of(mode, cache_dir, memory_size, disk_size)
         if is_served and overflow is not None:
             raise OptionError(
                 f"overflow={overflow!r} and backend='redis': how much fits on a server is unknown"
@@ -374,11 +366,11 @@ class LazyShardDataset(Dataset[Any]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        _shared(self._epoch)  # it is already, for a worker; a copy has an epoch of its own
+        _shared(self._epoch)  # already shared, in a worker; a copy has its own epoch
 
     def __getattr__(self, name: str) -> Any:
         """Other attributes of the `CachedDataset` of all samples, and of the dataset itself."""
-        if name.startswith("_"):  # also while a pickle is read, when there is no cache yet
+        if name.startswith("_"):  # also during unpickling, before there is a cache
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._cached, name)
 
@@ -386,17 +378,17 @@ class LazyShardDataset(Dataset[Any]):
         if name.startswith("_") or hasattr(type(self), name):
             super().__setattr__(name, value)
         else:
-            setattr(self._cached, name, value)  # which refuses what would not reach the samples
+            setattr(self._cached, name, value)  # which refuses changes that would not affect stored samples
 
     @property
     def indices(self) -> Positions:
-        """Which samples of the dataset this rank has in this epoch, int64 ``(len(self),)``."""
+        """Indices of this rank's samples in this epoch, int64 ``(len(self),)``."""
         return self._now().copy()
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, from 0 on, for this process and its workers, persistent ones too.
 
-        Call it between epochs: samples that are being loaded meanwhile may be of either.
+        Call it between epochs: samples being loaded meanwhile may belong to either.
         """
         check({"epoch": epoch})
         self._epoch.fill_(int(epoch))
@@ -406,31 +398,31 @@ class LazyShardDataset(Dataset[Any]):
         return len(self._shard)
 
     def __getitem__(self, index: int) -> Any:
-        """The sample at a place in this rank's shard."""
+        """The sample at a position in this rank's shard."""
         return self._cached[self._places([index])[0]]
 
     @own_batches
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """The samples at n places in this rank's shard; a `DataLoader` calls this."""
+        """The samples at n positions in this rank's shard; a `DataLoader` calls this."""
         return self._cached.__getitems__(self._places(indices))
 
     def _places(self, indices: Sequence[int]) -> list[int]:
-        """Where in the dataset the samples at these places in the shard are."""
+        """The dataset's indices of the samples at these positions in the shard."""
         order = self._now()
         try:
             return [int(order[operator.index(index)]) for index in indices]
         except IndexError:
             raise IndexError(f"{indices} are not all in a shard of {len(order):,} samples") from None
 
-    def warmup(self, num_workers: int = 0, batch_size: int = 64) -> WarmupStats:
-        """Load the samples of this rank, in this epoch, that are not there yet, without returning them.
+    def warmup(self, *, batch_size: int = 64, num_workers: int = 0) -> WarmupStats:
+        """Load this rank's missing samples of this epoch, without returning them.
 
         Parameters and result are those of `CachedDataset.warmup`.
         """
         return self._cached._fill(np.unique(self._now()), num_workers, batch_size)
 
     def missing(self) -> Positions:
-        """The places in this rank's shard whose samples are not cached now, ascending, int64 ``(k,)``."""
+        """The positions in this rank's shard whose samples are not cached now, ascending, int64 ``(k,)``."""
         return np.flatnonzero(np.isin(self._now(), self._cached.missing()))
 
     def _now(self) -> Positions:

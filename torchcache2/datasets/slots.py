@@ -1,6 +1,6 @@
 """`SharedCache`: a tensor for each sample, in memory that the processes of a machine share.
 
-It has the names, exceptions and states of stocaching 0.2.1's class, so that a changed import is enough.
+It has the names, exceptions and states of stocaching 0.2.1's class, so that changing the import suffices.
 
 The memory is a file without a name, which the system frees when the last process that maps it ends, however
 it ends: first the rows, then one byte of state for each sample. A process that is forked has the mapping. Any
@@ -8,10 +8,9 @@ other one gets a handle by pickle, which names the process that pickled it: ther
 
 **Why readers need no lock.** A row is written first, and its state is set when the row is whole. The state is
 one byte, which is read whole. So a reader finds no row, or all of it, and a writer that is killed leaves an
-empty slot. x86 keeps the order of writes and of reads. On other processors, both sides make and
-free a tensor between the state and the row, and torch's atomic counters, which acquire and release, keep it.
-A row that is overwritten is empty meanwhile. Readers that have checked its state before may see a mixture of
-both rows.
+empty slot. x86 keeps the order of writes and of reads. For other processors, both sides make and free a
+tensor between state and row: torch's atomic counters, which acquire and release, keep the order. While a row
+is overwritten, its slot is empty. Readers that checked the state before may see a mixture of both rows.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _OF_NUMPY = (
 
 
 def checked_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """The dtype, or the one that a text names; `OptionError` if no plain tensor can have it."""
+    """The dtype, also by name; `OptionError` if plain tensors cannot have it."""
     found = _BITS.get(dtype) if isinstance(dtype, str) else dtype
     try:
         if isinstance(found, torch.dtype) and not str(found).startswith("torch.q"):  # those are quantized
@@ -55,28 +54,28 @@ def checked_dtype(dtype: torch.dtype | str) -> torch.dtype:
 
 
 def numpy_name(dtype: torch.dtype) -> str:
-    """What numpy calls a dtype, or ints of the same size if it has no such type."""
+    """NumPy's name of a dtype, or of ints of the same size if it has none."""
     name = str(dtype).removeprefix("torch.")
     return name if name in _OF_NUMPY else f"i{dtype.itemsize}"
 
 
-_STEP = 1 << 28  # bytes that are reserved at once: a signal in between does not start it all over
+_STEP = 1 << 28  # bytes reserved at once, so that a signal does not restart all of it
 
 
 def get_shm_size() -> int:
     """The size of ``/dev/shm`` in whole GiB.
 
-    `SharedCache` takes no memory from there, so that its size limit is not bounded by it.
+    `SharedCache` takes no memory from there, so this does not limit its size.
     """
     status = os.statvfs("/dev/shm")
     return status.f_frsize * status.f_blocks // _GIB
 
 
-get_shm_size.__module__ = "torchcache2"  # the path that pickles name, wherever this file is
+get_shm_size.__module__ = "torchcache2"  # the path in pickles, wherever this file is
 
 
 def reserved(size: int) -> Region:
-    """A file in memory, all of whose pages are there."""
+    """A file in memory with all pages allocated."""
     if not hasattr(os, "memfd_create"):
         raise NotImplementedError(
             "SharedCache shares memory on Linux only; elsewhere use torch.zeros(...).share_memory_()"
@@ -99,7 +98,7 @@ def reserved(size: int) -> Region:
 
 
 _GIB = 1 << 30
-_EMPTY, _SET, _OUTSIDE = 0, 1, 2  # states of a slot; the last one: in the dataset, but not in the cache
+_EMPTY, _SET, _OUTSIDE = 0, 1, 2  # states of a sample; the last one: it has no slot
 
 
 class SharedCache:
@@ -111,7 +110,7 @@ class SharedCache:
     Parameters
     ----------
     size_limit_gib : float
-        GiB for rows and states. The first samples that fit have a slot; 0 turns the cache off.
+        GiB for rows and states. The first samples, as many as fit, have a slot; 0 turns the cache off.
     dataset_len : int
         Samples of the dataset; one byte of the limit goes to the state of each.
     data_dims : tuple of int
@@ -124,17 +123,17 @@ class SharedCache:
     OptionError
         If a size is negative, or a tensor cannot have this dtype.
     MemoryError
-        If there is less free memory than that. The constructor takes all of it, so that no later write fails.
+        If less memory is free. The constructor takes all of it, so that no later write fails.
     NotImplementedError
         If this is not Linux.
 
     Notes
     -----
     `get_slot` returns a view, as in stocaching: editing it edits the cache. A pickle holds no data: it finds
-    the memory as long as the process that pickled it keeps the cache.
+    the memory as long as the pickling process keeps the cache.
 
-    Two processes that set one slot at the same time have to set it to the same value, and nobody may set a
-    slot during `clear`: otherwise the row may be a mixture.
+    Two processes that set one slot at the same time must set the same value, and no process may set a slot
+    during `clear`: otherwise the row may be a mixture.
 
     Examples
     --------
@@ -196,13 +195,13 @@ class SharedCache:
         self._states[self._cached :] = _OUTSIDE
 
     def _map(self, region: Region) -> None:
-        # Each tensor that is given away gets a storage of its own, and none of the whole memory is kept. For
-        # if a tensor is sent through a queue, torch moves its storage elsewhere, with all that share it.
+        # Give each returned tensor a storage of its own, and keep none of the whole memory: when a tensor
+        # goes through a queue, torch moves its storage, with all tensors that share it.
         self._region = region
         kind, row_items = numpy_name(self._dtype), math.prod(self._dims)
         self._rows = region.array(kind, 0, self._cached * row_items).reshape(self._cached, *self._dims)
         self._states = region.array("u1", self._cached * row_items * self._dtype.itemsize, self._dataset_len)
-        self._state = self._states.data  # a number of it is read several times as fast as of an array
+        self._state = self._states.data  # reading a number is several times faster than from an array
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
@@ -230,7 +229,7 @@ class SharedCache:
 
     @property
     def underlying_array(self) -> Tensor:
-        """The same as `array`: its name before stocaching 0.2."""
+        """An alias of `array`: its name before stocaching 0.2."""
         return self.array
 
     @property
@@ -324,7 +323,7 @@ class SharedCache:
         if state == _SET and not allow_overwrite:
             raise RuntimeError(f"slot {idx} of the SharedCache is set, and allow_overwrite=False")
         self._check(value)
-        self._state[idx] = _EMPTY  # if this process is killed in between, the slot is not a mixture
+        self._state[idx] = _EMPTY  # if the process is killed in between, the slot is empty, not a mixture
         self._tensor(self._rows[idx, ...]).copy_(value.detach())
         self._state[idx] = _SET
 
@@ -334,7 +333,7 @@ class SharedCache:
         self._rows.fill(0)
 
     def _look(self, idx: int, allow_oob_idx: bool) -> tuple[int, int]:
-        """The number of a sample as an int, and its state."""
+        """A sample's index as an int, and its state."""
         idx = operator.index(idx)
         if not 0 <= idx < self._dataset_len:
             raise IndexError(f"index {idx} is out of bounds for a dataset of length {self._dataset_len}")

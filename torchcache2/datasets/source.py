@@ -1,4 +1,4 @@
-"""`Source`: loads the samples of a dataset that is cached, each as it was when it was loaded."""
+"""`Source`: loads the samples of a cached dataset, each as it was when loaded."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.values.samples import Samples, from_rows
 from torchcache2.files.errors import UnreadableError
 
-_FIRST = 8  # samples that are copied in any case
+_FIRST = 8  # samples that are always copied
 _DEEPEST = 100
 _IMMUTABLE = frozenset([type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device])
-_Span = tuple[int, int]  # the first byte, and the one behind the last
-_BORROWED = (-1, 0)  # stands for memory that nobody knows
+_Span = tuple[int, int]  # first byte, and the byte after the last
+_BORROWED = (-1, 0)  # stands for unknown memory
 
 
 class Apart:
     """Loads samples one by one.
 
-    A function may fill one buffer again and again, so the first samples are copied before the next is loaded.
-    Once some samples have shared memory, all later ones are copied. Others are returned as they are.
+    A function may reuse one buffer, so the first samples are copied before the next is loaded. Once samples
+    have shared memory, all later ones are copied. Otherwise samples are returned as they are.
 
     Attributes
     ----------
@@ -45,7 +45,7 @@ class Apart:
     def each(self, load: Callable[[Any], Any], indices: Sequence[Any]) -> list[Any]:
         """The samples that ``load(index)`` returns.
 
-        If samples share memory for the first time after many did not, it is called once more for each index.
+        If samples first share memory after many did not, calls it once more for each index.
         """
         if len(indices) == 1:
             return [load(indices[0])]
@@ -64,7 +64,7 @@ class Apart:
 
 
 def copied(sample: Any) -> list[Any]:
-    """The same sample in memory of its own, in a list that is empty if it cannot be stored, or read."""
+    """A list with a copy of a sample in its own memory; empty if it cannot be stored, or read."""
     try:
         return [found for _, rows in Samples().to_rows([sample]).parts for found in from_rows(rows)]
     except UnreadableError:
@@ -72,7 +72,7 @@ def copied(sample: Any) -> list[Any]:
 
 
 def share_memory(indices: Iterable[Any], samples: Iterable[Any]) -> bool:
-    """Whether samples of different indices have a byte of a tensor or an array, or an object, in common."""
+    """Whether samples of different indices share a byte of a tensor or array, or an object."""
     spans: list[tuple[int, int, int]] = []
     numbers: dict[Any, int] = {}
     for index, sample in zip(indices, samples, strict=True):
@@ -89,7 +89,7 @@ def share_memory(indices: Iterable[Any], samples: Iterable[Any]) -> bool:
 
 
 def _add(found: list[_Span], value: Any, depth: int) -> None:
-    """Add the places in memory that hold a value."""
+    """Add a value's ranges of memory."""
     kind = type(value)
     if kind in _IMMUTABLE or depth > _DEEPEST:
         return
@@ -120,7 +120,7 @@ def _add(found: list[_Span], value: Any, depth: int) -> None:
     elif kind in pytree.SUPPORTED_NODES:
         children, _ = pytree.SUPPORTED_NODES[kind].flatten_fn(value)
     elif (pil := sys.modules.get("PIL.Image")) is not None and isinstance(value, pil.Image):
-        if value.readonly:  # as made by `fromarray`, of an array that may change
+        if value.readonly:  # made by `fromarray`, from an array that may change
             found.append(_BORROWED)
         children = [getattr(value, "fp", None)]
     for child in children:
@@ -136,21 +136,20 @@ def _add_span(
         found.append((start + below, start + above + size))
 
 
-_CHECKED = 64  # samples that are all checked at first, and one in so many later
+_CHECKED = 64  # the first samples are all checked, later one in as many
 _STRIKES = 4
 
 
 class Source:
     """Loads samples; one for each process.
 
-    With `checks`, it looks whether a generator of random numbers moves while samples are loaded: a default
-    one of torch, numpy or Python, or one of `generators`. If there is any code in `unseeded`, the dataset
-    draws numbers that no generator tells of.
+    With `checks`, it watches whether random generators advance while samples load: the default ones of torch,
+    NumPy and Python, and `generators`. Code in `unseeded` means that the dataset draws numbers without these.
 
     Attributes
     ----------
     nanoseconds : int
-        Spent in the dataset until now.
+        Time spent in the dataset so far.
     """
 
     def __init__(

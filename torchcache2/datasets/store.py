@@ -1,4 +1,4 @@
-"""`Store`: one process' side of a cache of samples: it finds them in the tiers, loads and keeps them."""
+"""`Store`: one process's side of a cache of samples: finds them in the tiers, loads and keeps them."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from torchcache2.tiers.meeting import job_name
 from torchcache2.tiers.shared.tier import SharedTier
 
 _ASKED_AT_ONCE = 1 << 20  # keys
-_SEALING = 3.0  # seconds after an epoch in which others seal what waits in them
+_SEALING = 3.0  # seconds after an epoch for other processes to seal their rows
 
 
 class _User:
-    """The user of a dataset's namespace, as long as the process has its levels."""
+    """Marks a dataset's namespace as in use while the process has its levels."""
 
     def __init__(self, namespace: bytes, description: Mapping[str, Any]) -> None:
         self.namespace = namespace
@@ -46,16 +46,16 @@ class _User:
 
 
 class Levels(TierStack):
-    """The tiers of the dataset with one namespace, in every process that uses it.
+    """The tiers of one dataset, in each process that uses it.
 
-    A folder or servers, if there are any in the `settings`, have every row. A temporary folder has the rows
-    for which there was no room in memory, so that the capacities add up. The budgets are in bytes.
+    A folder or servers, if the `settings` have them, get every row. A temporary folder gets only rows that do
+    not fit in memory, so that the capacities add up. Budgets are in bytes.
 
-    Unless it `writes`, the folder is only read. Then `opened` may be connections to the bucket, for the
+    Unless it `writes`, the folder is only read; then `opened` may be connections to the bucket, for the
     tiers.
 
-    The ranks that give one `name` share memory and temporary folder; so do all processes that are given one
-    `job` of 16 bytes, such as workers.
+    Ranks with the same `name` share memory and temporary folder; so do processes with the same `job` (16
+    bytes), such as workers.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class Levels(TierStack):
         self._opened = self._opened or opened
         self.fills_up = settings.persistent_cache_dir is None or not settings.is_persistent
         self._tally = tally
-        self._epochs, self._turned = 0, -math.inf  # epochs that are over, and when this was noticed
+        self._epochs, self._turned = 0, -math.inf  # finished epochs, and when the last one was noticed
         self.namespace = namespace
         self._user = _User(namespace, description)
         if job is None:
-            # Processes that no launcher has started share with nobody but their workers.
+            # Without a launcher, a process shares with its workers only.
             is_shared = has_peers() or bool(os.environ.get("TORCHCACHE_JOB"))
             job = job_name(os.environ, "dataset", namespace.hex(), name) if is_shared else os.urandom(16)
         self.job = job
@@ -87,44 +87,44 @@ class Levels(TierStack):
         self._hold()
 
     def _hold(self) -> None:
-        """Take part now, so that what workers put outlives them."""
+        """Open the namespace now, so that workers' rows outlive them."""
         memory = self.tiers[0]
         if isinstance(memory, SharedTier):
             memory.hold(self.namespace)
 
     def clear(self) -> None:
         """Forget every row, in every process."""
-        self._tally.dropped()  # first: what waits elsewhere must not be written afterwards
+        self._tally.dropped()  # first: rows queued in other processes must not be written afterwards
         self.drop(self.namespace)
 
     def drop(self, namespace: bytes) -> None:
-        """Delete the rows in files and in shared memory, and what waits in this process."""
+        """Delete the rows in files, in shared memory, and in this process's queue."""
         super().drop(namespace)
         self._hold()
 
     @property
     def _lasting(self) -> Sequence[Tier]:
-        """The tiers whose rows stay, such as a folder and the bucket behind it."""
+        """The lasting tiers, such as a folder with its bucket."""
         return [tier for tier in self.tiers if tier.is_lasting] or self.tiers[-1:]
 
     def look_again(self) -> None:
-        """Have the tiers look for rows of other processes at the next call."""
+        """Make the next call look for rows of other processes."""
         for tier in self._lasting:
             tier.look_again(self.namespace)
 
     def _look(self, tiers: Sequence[Tier]) -> None:
-        """Have some tiers look now for what other processes have written, or deleted."""
+        """Make some tiers look now for what other processes have written or deleted."""
         self.look_again()
         for tier in tiers:
-            tier.has(Keys(self.namespace, np.zeros((1, 16), np.uint8)))  # it looks when a key is not there
+            tier.has(Keys(self.namespace, np.zeros((1, 16), np.uint8)))  # a miss makes it look
 
     def has(self, keys: Keys) -> Flags:
-        """Whether each key has a row in any tier now; with a folder that stays, or servers, in there."""
+        """Whether each key has a row now: in any tier or, with a lasting folder or servers, there."""
         self.look_again()
         return has_any(self.tiers if self.fills_up else self._lasting, keys)
 
     def absent(self, count: int, enough: float = math.inf) -> Positions:
-        """Which of the samples 0 to `count` - 1 have no row, int64 ``(k,)``; `enough` need not be all."""
+        """Which of the samples 0 to `count` - 1 have no row, int64 ``(k,)``; may stop after `enough`."""
         costs_requests = self.settings.bucket is not None
         self._look([tier for tier in self._lasting if tier.directory is not None and not costs_requests])
         found = [np.empty(0, np.int64)]
@@ -136,27 +136,27 @@ class Levels(TierStack):
         return np.concatenate(found)
 
     def found(self, keys: Keys) -> list[Parts]:
-        """The parts of each tier that was asked."""
+        """The parts that `get` merges, by tier."""
         if self._epochs != (epochs := self._tally.epochs):
             self._epochs, self._turned = epochs, time.monotonic()
         if time.monotonic() - self._turned < _SEALING:
             self.look_again()
         drops = self._tally.drops
         found = super().found(keys)
-        if self._tally.drops != drops:  # what was read from the disk before may be in memory now
+        if self._tally.drops != drops:  # rows read from disk before may be in memory now
             self.drop(self.namespace)
         return found
 
     def count(self) -> int:
-        """How many rows there are, in all processes; what waits in this one is written first."""
+        """How many rows there are, in all processes; first writes those queued in this one."""
         self.flush()
         self._look(self._lasting)
         return sum(tier.count(self.namespace) for tier in (self.tiers if self.fills_up else self._lasting))
 
     def write_kept(self, keys: Keys) -> Flags:
-        """Put rows that only memory has into the folder, or on servers; which of the keys memory had.
+        """Copy rows from memory to the folder or servers; returns which of the keys memory had.
 
-        The worker that was to write them was killed, or a server has forgotten them.
+        Needed if a worker was killed before writing them, or a server has forgotten them.
         """
         kept = np.zeros(len(keys), bool)
         if not self.fills_up and len(self.tiers) > 1:
@@ -166,10 +166,10 @@ class Levels(TierStack):
         return kept
 
     def keep(self, keys: Keys, rows: Rows) -> bool:
-        """Put rows into every tier, or each into the first with room; whether there was room for all."""
+        """Put rows into every tier, or each into the first with room; returns whether all fit."""
         if not self.fills_up:
             self.put(self._user, keys, rows)
-            return True  # the disk says itself if it is full
+            return True  # the disk tier warns if it is full
         absent = np.arange(len(keys))
         for depth, tier in enumerate(self.tiers):
             if depth:
@@ -182,23 +182,23 @@ class Levels(TierStack):
         return False
 
     def close(self) -> None:
-        """Let go of the rows in memory, and have the others on disk."""
+        """Release the rows in memory, and write the others to disk."""
         self.forget(self.namespace)
         self.leave(self._user)
 
     def _offer(self, tiers: Sequence[Tier], keys: Keys, rows: Rows) -> None:
-        if not self.fills_up:  # else there was no room for them before, and room does not come back
+        if not self.fills_up:  # else they did not fit before, and memory gets no new room
             super()._offer(tiers, keys, rows)
 
     def _check_place(self) -> Opened | None:
         is_far = bool(self.settings.servers or self.settings.bucket)
-        # In a worker, a server or a bucket that refuses is a fault and no error, as its parent has checked
-        # it. A folder that is only read was checked when the dataset was chosen.
+        # In a worker, a refusing server or bucket is a fault, not an error, as the parent has checked it. A
+        # read-only folder was checked when the dataset was chosen.
         is_checked = self._writes and not (self._is_worker and is_far)
         return super()._check_place() if is_checked else None
 
     def _made(self, in_use: InUse, description: Description, opened: Opened | None) -> Sequence[Tier]:
-        tally = self._tally  # tiers that refer to these levels would keep them alive
+        tally = self._tally  # not `self`: tiers must not keep these levels alive
         return make_levels(
             self.settings,
             in_use,
@@ -221,13 +221,13 @@ class Sought(NamedTuple):
     Attributes
     ----------
     samples : list
-        n samples; None where there is none.
+        n samples; None where not found.
     found : ndarray of bool
-        Where there is one, ``(n,)``.
+        Which were found, ``(n,)``.
     counts : dict of str to int
-        How many were found in each tier, by the names in `COUNTS`.
+        How many were found in each tier, by name in `COUNTS`.
     unread : dict of int to UnreadableError
-        Why a row that was found could not be read, by position.
+        Errors of found rows that could not be read, by position.
     """
 
     samples: list[Any]
@@ -237,15 +237,15 @@ class Sought(NamedTuple):
 
 
 class Store:
-    """What one process finds, loads and keeps for a dataset or a loader, which messages call `name`.
+    """Finds, loads and keeps samples in one process, for a dataset or loader, `name` in messages.
 
-    A share `verify` of the hits is loaded again and compared. Safe under threads; two that miss one sample at
-    once both load it.
+    Loads a share `verify` of the hits again and compares them. Thread-safe; two threads that miss one sample
+    at once both load it.
 
     Attributes
     ----------
     end : int
-        Ints from 0 to this are looked for in memory first; others may stand for another index.
+        Ints from 0 up to this may be found by the fast path; others may mean another index.
     """
 
     end = 1 << 63
@@ -257,19 +257,19 @@ class Store:
         self.told = ToldOnce(tally.is_first)
         self._source, self._verify = source, verify
         self._samples = Samples()
-        self._rebuilders: dict[int, tuple[Schema, Any]] = {}  # by the id of the schema, which is kept
-        self._random_shares = np.random.default_rng()  # its own: the generators of others must not move
+        self._rebuilders: dict[int, tuple[Schema, Any]] = {}  # by id of the schema, which is kept alive
+        self._random_shares = np.random.default_rng()  # its own: others' generators must not advance
 
     # What is found
 
     def find(self, keys: Keys) -> Sought:
-        """The samples that tiers have, each in memory of its own."""
+        """The samples that the tiers have, each in its own memory."""
         sought = Sought([None] * len(keys), np.zeros(len(keys), bool), {}, {})
         self.seek(keys, np.arange(len(keys)), sought)
         return sought
 
     def seek(self, keys: Keys, places: Positions, sought: Sought) -> None:
-        """Look for the samples of the keys at some places."""
+        """Look for the samples of the keys at some positions."""
         asked = keys if len(places) == len(keys) else keys.take(places)
         for tier, parts in zip(self.levels.tiers, self.levels.found(asked), strict=False):
             before, name = int(sought.found.sum()), f"{tier.name}_hits"
@@ -278,7 +278,7 @@ class Store:
             sought.counts[name] = sought.counts.get(name, 0) + int(sought.found.sum()) - before
 
     def find_one(self, index: int) -> list[Any]:
-        """The sample at an int, in a list, if memory has it and nothing is unusual; otherwise nothing."""
+        """The fast path: a list with the sample at an int, if memory has it; empty in all other cases."""
         tally = self.tally
         is_plain = 0 <= index < self.end and self._verify == 0.0 and not tally.is_random
         if not is_plain or torch.is_inference_mode_enabled():
@@ -306,7 +306,7 @@ class Store:
         try:
             read = from_rows(rows)
         except UnreadableError as error:
-            if len(rows) > 1:  # only some may be damaged
+            if len(rows) > 1:  # perhaps only some are damaged
                 for i in range(len(rows)):
                     one = rows.take(torch.from_numpy(np.array([i])))
                     self._read(positions[i : i + 1], one, sought)
@@ -321,16 +321,16 @@ class Store:
     # What is loaded
 
     def fetch(self, indices: Sequence[Any]) -> list[Any]:
-        """The samples at n indices, found, or else loaded from the source and kept."""
+        """The samples at n indices: found, or loaded from the source and kept."""
         source, drops = (
             self.source,
             self.tally.drops,
-        )  # whoever finds random numbers says so before all rows go
+        )  # read first: `found_random` precedes dropping all rows
         if self.tally.is_random:
             self.tally.add(random=len(indices))
             return source.plain(indices)
         start, before = time.perf_counter_ns(), source.nanoseconds
-        indices = [as_index(index) for index in indices]  # a sample may have it
+        indices = [as_index(index) for index in indices]  # normalised before use
         keys = keys_of(self.levels.namespace, indices)
         samples, found, counts, _ = self.find(keys)
         if self._verify > 0.0 and not self._is_verified(indices, samples, found):
@@ -349,12 +349,12 @@ class Store:
         return samples
 
     def fill(self, indices: Sequence[int]) -> tuple[int, int, int]:
-        """Have the samples at distinct ints loaded and kept, unless they are there or others load them.
+        """Load and keep the samples at distinct ints, unless they are there or others load them.
 
         Returns
         -------
         found, loaded, nbytes : int
-            Samples that were there, or that others have loaded; samples that were loaded here; bytes of rows.
+            Samples that were there or loaded by others; samples loaded here; bytes of their rows.
         """
         drops = self.tally.drops  # first, as in `fetch`
         self._check_steady()
@@ -380,7 +380,7 @@ class Store:
 
     @property
     def source(self) -> Source:
-        """What loads samples."""
+        """The source of samples."""
         assert self._source is not None
         return self._source
 
@@ -389,9 +389,9 @@ class Store:
             raise NotCachedError(f"{self.name} draws random numbers, so no sample would be kept")
 
     def _load(self, indices: Sequence[Any], keys: Keys, drops: int) -> tuple[list[Any], int]:
-        """The samples at indices that have these keys, from the source, and the bytes of their rows.
+        """Load the samples at indices with these keys; returns them, and the bytes of their rows.
 
-        None is kept if `Tally.drops` has changed from `drops`.
+        Keeps none if `Tally.drops` is no longer `drops`.
         """
         if len(indices) == 0:
             return [], 0
@@ -403,7 +403,7 @@ class Store:
         return samples, self.keep(keys, samples, drops)
 
     def _is_verified(self, indices: Sequence[Any], samples: list[Any], found: Flags) -> bool:
-        """Whether randomly drawn hits equal what the source gives; otherwise all rows are dropped."""
+        """Whether randomly chosen hits equal freshly loaded samples; if not, drops all rows."""
         drawn = np.flatnonzero(found & (self._random_shares.random(len(found)) < self._verify)).tolist()
         fresh = self.source.load([indices[i] for i in drawn])[0]
         apart = [i for i, sample in zip(drawn, fresh, strict=True) if not _same(samples[i], sample)]
@@ -420,7 +420,7 @@ class Store:
         return False
 
     def _moved(self, index: Any) -> None:
-        """Random numbers were drawn while samples were loaded."""
+        """React to random numbers drawn while samples were loaded."""
         if self.source.is_random(index) and not self.tally.is_random:
             self.tally.found_random()
             self.levels.clear()
@@ -441,11 +441,11 @@ class Store:
         Parameters
         ----------
         keys : Keys
-            n keys, of which some may be equal.
+            n keys; some may be equal.
         samples : sequence
             Their samples.
         drops : int
-            What `Tally.drops` was before the samples were loaded: none is kept if it is another now.
+            `Tally.drops` from before the samples were loaded: if it has changed, none is kept.
 
         Returns
         -------
@@ -464,9 +464,9 @@ class Store:
         if batch.refused:
             self._refuse(next(iter(batch.refused.values())), is_any_kept=bool(batch.parts))
         kept = [self.levels.keep(keys.take(positions), rows) for positions, rows in batch.parts]
-        if self.tally.drops != drops:  # samples that were loaded before must not be found afterwards
+        if self.tally.drops != drops:  # samples loaded before the drop must not be found later
             self.levels.drop(self.levels.namespace)
-        if not (all(kept) or self.levels.settings.is_persistent):  # a disk that is full says so itself
+        if not (all(kept) or self.levels.settings.is_persistent):  # a full disk tier warns itself
             self.told(
                 "full",
                 "%s: memory_size is used up: samples that are not kept are loaded in each epoch. Raise "
@@ -477,7 +477,7 @@ class Store:
         return sum(len(rows) * rows.schema.row_bytes for _, rows in batch.parts)
 
     def _refuse(self, error: OutputError, *, is_any_kept: bool) -> None:
-        """Samples that cannot be stored: an error if none was stored before, else a warning."""
+        """Report samples that cannot be stored: an error if none was stored before, else a warning."""
         is_first = not is_any_kept and self.tally.total()["misses"] == 0
         if is_first and not any(tier.count(self.levels.namespace) for tier in self.levels.tiers):
             raise error

@@ -22,18 +22,18 @@ from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
 
 _EXPECTED = "the key of a sample of a CachedStream is one int, str or bytes"
 _OF_STREAM = ("name", "cache_dir", "transform", "batch_size")  # options that are arguments here
-_NOT_HERE = ("partial",)  # of samples that an index finds
+_NOT_HERE = ("partial",)  # only for samples with an index
 
 
 class _Decoder:
-    """What `load` makes of the raw samples of this thread, as a dataset whose indices are their keys."""
+    """A dataset that applies `load` to this thread's raw samples; their keys are the indices."""
 
     def __init__(self, name: str, load: Callable[[Any], Any], key: Callable[[Any], Any] | str) -> None:
         self.name, self.load, self.key = name, load, key
         self._here = threading.local()
 
     def keys(self, raw: list[Any]) -> list[Index]:
-        """The keys of raw samples, which are then at hand."""
+        """The keys of raw samples; remembers these for `__getitem__`."""
         key = itemgetter(self.key) if isinstance(self.key, str) else self.key
         keys = [as_index(key(one), _EXPECTED) for one in raw]
         self._here.raw = dict(zip(keys, raw, strict=True))
@@ -46,15 +46,15 @@ class _Decoder:
         return _Decoder, (self.name, self.load, self.key)
 
 
-setattr(_Decoder, ADDED_ATTRIBUTE, True)  # what counts of it is what the user has given
+setattr(_Decoder, ADDED_ATTRIBUTE, True)  # only the user's arguments count
 setattr(_Decoder, ORIGINAL_ATTRIBUTE, property(lambda self: (self.name, self.load, self.key)))
 
 
 class CachedStream(Keeper, IterableDataset[Any]):
     """A stream whose samples are decoded once, and then found by their key.
 
-    The source still gives its raw samples, such as the bytes of files, in its order, to the workers and ranks
-    that it gives them to. What is kept is what `load` makes of them, as a `CachedDataset` keeps samples.
+    The source still delivers its raw samples, such as the bytes of files, in its own order to its own choice
+    of workers and ranks. The results of `load` are kept, as in a `CachedDataset`.
 
     Parameters
     ----------
@@ -62,26 +62,26 @@ class CachedStream(Keeper, IterableDataset[Any]):
         The source, such as a `webdataset.WebDataset` that does not decode, or a streamed dataset of Hugging
         Face. A stream of samples, not of batches.
     key : str or callable
-        ``key(raw)`` says which sample it is: an int, str or bytes. A str is the name of a field. Raw samples
-        with one key are one sample, whatever else they have.
+        ``key(raw)`` identifies the sample: an int, str or bytes. A str is the name of a field. Raw samples
+        with equal keys are one sample, whatever else they contain.
     load : callable
-        ``load(raw)`` makes the sample. Its code and what that refers to are part of the key.
+        ``load(raw)`` makes the sample. Its code, and what that refers to, are part of the key.
     name : str
-        What the keys belong to, such as ``"coco-train"``. Streams with one name, `key` and `load`
-        share samples.
+        A name for the keys, such as ``"coco-train"``. Streams with equal name, `key` and `load` share
+        samples.
     cache_dir : path or URL, optional
-        A folder that keeps all samples for later runs, as of a `CachedDataset`.
+        A folder that keeps all samples for later runs, as for `CachedDataset`.
     transform : callable, optional
-        Is called with each sample after the cache, as for random augmentation.
+        Called with each sample after the cache, for example for random augmentation.
     batch_size : int
-        How many raw samples are looked up together.
+        How many raw samples to look up together.
     **options
         Other options of a `CachedDataset`, such as `memory_size`, `version`, or `backend`.
 
     Raises
     ------
     OptionError
-        If an option cannot have its value, or `load` cannot be read and there is a `cache_dir` or a server.
+        If an option has an invalid value, or if `load` cannot be read and there is a `cache_dir` or a server.
 
     Examples
     --------
@@ -131,7 +131,7 @@ class CachedStream(Keeper, IterableDataset[Any]):
         check(given)
         recipe = Recipe.of_dataset(_Decoder(name, load, key), given)
         recipe.title = recipe.document["class"] = f"CachedStream {name}"
-        del recipe.document["dataset"]  # without its source, nobody knows which samples it has
+        del recipe.document["dataset"]  # its samples are unknown without its source
         self.__setstate__(
             {"_recipe": recipe, "_is_closed": False, "_batch": batch_size, "_iterable": iterable}
         )
@@ -143,7 +143,7 @@ class CachedStream(Keeper, IterableDataset[Any]):
             try:
                 while len(raw) < self._batch:
                     raw.append(next(source))
-            except (Exception, StopIteration) as error:  # samples before it come first
+            except (Exception, StopIteration) as error:  # yield samples before it first
                 failure = error
             for sample in self._samples(raw):
                 yield sample if transform is None else transform(sample)
@@ -151,18 +151,18 @@ class CachedStream(Keeper, IterableDataset[Any]):
             try:
                 raise failure
             finally:
-                failure = None  # it refers to this frame
+                failure = None  # avoid a cycle with this frame
 
     def __len__(self) -> int:
         return len(self._iterable)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # also while a pickle is read
+        if name.startswith("_"):  # also during unpickling
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._iterable, name)  # such as `set_epoch`
 
     def _samples(self, raw: list[Any]) -> Iterable[Any]:
-        """What `load` makes of raw samples; if it fails for one, those before it come first."""
+        """The samples of raw ones; if `load` fails for one, yields those before it first."""
         try:
             return self._found(raw)
         except Exception:

@@ -1,8 +1,8 @@
-"""`Tally`: what all processes that use one dataset have counted, together.
+"""`Tally`: the counts of all processes that use one dataset.
 
-The counts lie in memory that the processes share, a row for each process. A process takes a row by locking a
-byte of the file for it; the next one adds to what is there. The lock belongs to an opening of the file that
-only this process has, and ends with it. Where memory cannot be shared, each process has its own counts.
+The counts lie in shared memory, one row per process. A process takes a row by locking a byte of the file; the
+next process to take that row adds to its numbers. The lock belongs to this process's own opening of the file,
+and ends with the process. Without shared memory, each process has its own counts.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ COUNTS = (
 )
 _PLACES = {name: place for place, name in enumerate(COUNTS)}
 _SPENT = _PLACES["spent"]
-_RANDOM, _DROPS, _EPOCHS, _TOLD = range(4)  # words of the first row; what was told is from the last one on
+_RANDOM, _DROPS, _EPOCHS, _TOLD = range(4)  # words of the first row; warnings given are from the last one on
 _PROCESSES = 1024
-_WORDS = 16  # of 8 bytes: a row is two cache lines, and no two processes write to one
+_WORDS = 16  # of 8 bytes: a row is two cache lines, so no two processes share one
 
 
 class Tally:
-    """Counts by name, those of `COUNTS`, and what all processes have to know.
+    """The counts named in `COUNTS`, and flags for all processes.
 
-    Safe under threads and fork. A pickle is a handle: it finds the counts as long as the process that
-    pickled it lives; otherwise it begins new ones, and `is_new`.
+    Safe under threads and fork. A pickle is a handle: it finds the counts as long as the pickling process
+    lives; otherwise it begins new ones, and `is_new`.
     """
 
     is_new = True
@@ -60,7 +60,7 @@ class Tally:
         size = (_PROCESSES + 1) * _WORDS
         words = np.zeros(size, np.int64) if region is None else region.array("<i8", 0, size)
         self._table = words.reshape(_PROCESSES + 1, _WORDS)
-        self._numbers = words.data  # one of them is read several times as fast as of an array
+        self._numbers = words.data  # reading one is several times faster than from an array
         self._lock = ProcessLock()
         self._pid, self._row = 0, 0
 
@@ -79,14 +79,14 @@ class Tally:
         self.is_new = region is None
 
     def add(self, **counts: int) -> None:
-        """Count what this process has done."""
+        """Add to this process's counts."""
         with self._lock():
             first, numbers = self._own_row() * _WORDS, self._numbers
             for name, count in counts.items():
                 numbers[first + _PLACES[name]] += count
 
     def add_hit(self, name: str, spent: int) -> None:
-        """Count one sample that was found, and the nanoseconds that this took."""
+        """Count one hit, and the nanoseconds that it took."""
         with self._lock():
             first, numbers = self._own_row() * _WORDS, self._numbers
             numbers[first + _PLACES[name]] += 1
@@ -102,16 +102,16 @@ class Tally:
         return self._numbers[_RANDOM] != 0
 
     def found_random(self) -> None:
-        """Have all processes know that the source draws random numbers."""
+        """Tell all processes that the source draws random numbers."""
         self._table[0, _RANDOM] = 1
 
     def is_first(self, what: str) -> bool:
-        """Whether no process has asked this before, so that one of them warns of something for all."""
+        """Whether no process has asked this before, so that one warns for all."""
         number = xxh3_64_intdigest(what.encode()) >> 1 | 1
         told = self._table[0, _TOLD:]
         if number in told:
             return False
-        told[np.flatnonzero(told == 0)[:1]] = number  # without a free place, several may warn
+        told[np.flatnonzero(told == 0)[:1]] = number  # if no place is free, several may warn
         return True
 
     @property
@@ -121,17 +121,17 @@ class Tally:
 
     @property
     def epochs(self) -> int:
-        """How many epochs have been read, as of the last `count_epochs`."""
+        """How many epochs were read, at the last `count_epochs`."""
         return self._numbers[_EPOCHS]
 
     def count_epochs(self) -> None:
-        """Count requested samples, in lengths of the dataset."""
+        """Update `epochs`: requested samples divided by the length of the dataset."""
         if self._length:
             asked = int(self._table[1:, : COUNTS.index("verified")].sum())
             self._table[0, _EPOCHS] = asked // self._length
 
     def dropped(self) -> None:
-        """Have all processes forget the samples that they keep apart, such as those that wait."""
+        """Make all processes forget their own samples, such as queued ones."""
         self._table[0, _DROPS] = max(time.time_ns(), self.drops + 1)
 
     def _own_row(self) -> int:
@@ -142,11 +142,11 @@ class Tally:
     def _free_row(self) -> int:
         if self._region is None:
             return 1
-        import fcntl  # where memory can be shared, there is one
+        import fcntl  # exists wherever memory can be shared
 
         first = os.getpid() % _PROCESSES
         try:
-            # A child that is forked shares the parent's opening of the file, and its locks.
+            # Open anew: a forked child shares the parent's opening of the file, and its locks.
             own = os.open(f"/proc/self/fd/{self._region.descriptor}", os.O_RDWR | os.O_CLOEXEC)
             weakref.finalize(self, os.close, own)
             for row in (*range(first, _PROCESSES), *range(first)):
@@ -154,7 +154,7 @@ class Tally:
                 with contextlib.suppress(BlockingIOError, PermissionError):  # another process has it
                     fcntl.fcntl(own, fcntl.F_OFD_SETLK, lock)
                     return int(row + 1)
-        except OSError:  # no descriptor is left, or the system has no such locks
+        except OSError:  # no free descriptors, or no such locks
             pass
         return first + 1
 
@@ -175,10 +175,10 @@ class DatasetStats(CacheStats):
     Attributes
     ----------
     memory_hits, disk_hits, remote_hits : int
-        Samples that were found in memory, on disk, and on servers or in a bucket; `hits` are all of these.
+        Samples found in memory, on disk (or in its bucket), and on servers; `hits` is their sum.
     misses : int
-        Samples that were loaded and offered to the cache. Samples that were loaded and not kept are
-        `bypasses`, by reason: ``"random"`` and ``"refused"``, as they cannot be stored.
+        Samples that were loaded and offered to the cache. Loaded samples that may not or cannot be stored are
+        `bypasses`, by reason: ``"random"`` and ``"refused"``.
     """
 
     __module__ = "torchcache2"

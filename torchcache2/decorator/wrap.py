@@ -135,7 +135,7 @@ def _call(
     if name is None:
         cache: ModuleCache = getattr(wrapper, "cache_instance")  # noqa: B009
         function = getattr(wrapper, ORIGINAL_ATTRIBUTE)
-        if cache.root is None:  # both come from a pickle
+        if cache.root is None:  # the wrapper was unpickled
             cache.bind(function, function)
         return cache.call(Forward(function, compiler), args, kwargs)
     if not args:
@@ -269,7 +269,7 @@ def _cached_replicate(replicate: Callable[..., nn.Module], method: str) -> Calla
     return cached_replicate
 
 
-# Ray and Spark pickle a class of ``__main__`` with all that is in it: so these can be pickled.
+# Ray and Spark pickle a class of ``__main__`` with everything in its ``__dict__``, so these support pickle.
 
 
 class _AddedTo(weakref.ref[type]):

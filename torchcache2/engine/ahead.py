@@ -1,10 +1,10 @@
-"""`Ahead`: a loader whose next batches have their rows read while the batches before them are used.
+"""`Ahead`: a loader that reads the rows of its next batches while earlier ones are used.
 
-The thread of the loop asks the loader for batches: loaders are made for one thread, and draw random numbers
-in order. A call of the cached module then says how the next batches will be called, under the modes of torch
-that hold for it, which are part of keys and differ between threads. Another thread makes the keys, and reads
-the rows into a `Room`, where all look-ups of the budget look first. A row is found there under the key that
-it was put under: a wrong guess, such as of weights that change, costs the time of reading.
+The loop's own thread gets batches from the loader: loaders are made for one thread, and draw random numbers
+in order. A call of the cached module then schedules reads for the next batches, under its own modes of torch,
+which are part of keys and differ between threads. Another thread makes the keys, and reads the rows into a
+`Room`, which all look-ups of the budget search first. Rows keep their keys, so a wrong guess, such as after a
+change of weights, only costs the time of reading.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from torchcache2.core.logs import logger
 from torchcache2.core.process import ProcessLock, before_pools_end
 from torchcache2.core.rows import Parts
 
-_MOST_UNUSED = 4  # batches in a row that are read and not asked for, besides those that wait together
-_LOOK_EVERY = 1.0  # seconds between looks whether the thread still lives
+_MOST_UNUSED = 4  # consecutive unused batches, besides those read together, after which to stop
+_LOOK_EVERY = 1.0  # seconds between checks that the thread is alive
 
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
-KeysOf = Callable[[tuple[Any, ...], Mapping[str, Any]], Callable[[], Keys]]  # what makes the keys of a call
+KeysOf = Callable[[tuple[Any, ...], Mapping[str, Any]], Callable[[], Keys]]  # returns what makes its keys
 Read = Callable[[Keys, "Room", "_Batch"], None]
 
 
 class _Batch:
-    """A batch of the loader: what a call will get of it, and whether its rows have been read."""
+    """A batch of the loader: the arguments of its call, and whether its rows have been read."""
 
     def __init__(self, content: Any, arguments: Arguments) -> None:
         self.content, self.arguments = content, arguments
-        self.is_read: threading.Event | None = None  # None: nobody was asked to read its rows
+        self.is_read: threading.Event | None = None  # None: no read is scheduled
         self.is_over = False
 
 
 class Room:
-    """Rows of batches to come, by key. Safe under threads.
+    """Rows of coming batches, by key. Thread-safe.
 
-    Rows of a batch that is asked for as a whole are handed over, so that they are not copied.
+    A look-up of a whole batch gets its rows without a copy.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Room:
                 self._batches[batch] = keys, parts
 
     def get(self, keys: Keys, *, whole: bool) -> Parts:
-        """The rows of those keys that are here, of one batch at most; with `whole`, if it has just these."""
+        """Rows of these keys from one batch; with `whole`, only from a batch of exactly these keys."""
         with self._lock():
             for batch, (brought, parts) in self._batches.items():
                 if brought.namespace != keys.namespace:
@@ -78,7 +78,7 @@ class Room:
             self._batches = {b: one for b, one in self._batches.items() if one[0].namespace != namespace}
 
     def end(self, batch: _Batch) -> bool:
-        """Forget the rows of a batch that is over; whether there are some that nobody has asked for."""
+        """Forget the rows of a finished batch; returns whether it had rows that no look-up used."""
         with self._lock():
             batch.is_over = True
             was_used = batch in self._used
@@ -87,7 +87,7 @@ class Room:
 
 
 def _among(keys: Keys, brought: Keys, parts: Parts) -> Parts:
-    """Copies of the rows of those keys that a batch has, which may be a larger one, or in another order."""
+    """Copies of a batch's rows for these keys; the batch may be larger, or in another order."""
     found = []
     for where, rows in parts:
         words = brought.words[where]
@@ -101,7 +101,7 @@ def _among(keys: Keys, brought: Keys, parts: Parts) -> Parts:
 
 
 class Loop:
-    """One loop over an `Ahead`: its batches that are not used yet, and the thread that reads their rows."""
+    """One loop over an `Ahead`: its unused batches, and the thread that reads their rows."""
 
     def __init__(self, tell: Callable[..., None], name: str) -> None:
         self.room = Room()
@@ -112,11 +112,11 @@ class Loop:
         self._is_stopped = False
         self._lock = ProcessLock()
         self._thread: threading.Thread | None = None
-        # The garbage collector may end a loop at any point: to put into this queue needs no lock.
+        # Reentrant: the garbage collector may end a loop at any point.
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     def bring(self, keys_of: KeysOf, read: Read) -> None:
-        """Have the rows of the next batches read, under the modes that hold in this thread."""
+        """Schedule reads of the next batches' rows, under this thread's modes of torch."""
         if self._is_stopped:
             return
         with self._lock():
@@ -132,16 +132,16 @@ class Loop:
                 self._tasks.put(functools.partial(_read, batch, self.room, make, read))
 
     def next(self) -> Any:
-        """The next batch, when its rows have been read, if they are to be."""
-        self._most_waiting = max(self._most_waiting, len(self.batches))  # one change is in vain for as many
+        """The next batch, once its scheduled read has finished."""
+        self._most_waiting = max(self._most_waiting, len(self.batches))  # one change wastes as many
         batch = self._current = self.batches.popleft()
         if batch.is_read is not None and self._thread is not None:
-            while not batch.is_read.wait(_LOOK_EVERY) and self._thread.is_alive():  # a fork has none
+            while not batch.is_read.wait(_LOOK_EVERY) and self._thread.is_alive():  # none in a fork
                 pass
         return batch.content
 
     def passed(self) -> None:
-        """Let go of the batch that came last."""
+        """Forget the last batch."""
         if (batch := self._current) is None:
             return
         self._current = None
@@ -153,7 +153,7 @@ class Loop:
             self._unused = 0
 
     def end(self) -> None:
-        """End the thread. A finalizer may call this in any thread, at any point: it takes no lock."""
+        """End the thread. Takes no lock, as a finalizer may call it in any thread, at any point."""
         for batch in [*self.batches, *([self._current] if self._current else [])]:
             batch.is_over = True
         self._tasks.put(None)
@@ -164,13 +164,13 @@ class Loop:
         self._tell("ahead", "%s: nothing is read ahead any more, as %s; %s", self._name, why, advice)
 
     def _has_thread(self) -> bool:
-        """Whether the thread lives, which is started if there was none."""
+        """Whether the thread lives; starts it if there was none."""
         if self._thread is None:
-            # It is no daemon: a daemon thread that the exit stops within torch's code may abort the process.
+            # No daemon: exit would stop a daemon inside torch's code, which may abort the process.
             thread = threading.Thread(target=_work, args=(self._tasks,), name="torchcache2 ahead")
             try:
                 thread.start()
-            except RuntimeError:  # the process ends, or there are too many
+            except RuntimeError:  # at exit, or with too many threads
                 return False
             self._thread = thread
             before_pools_end(self.end)
@@ -182,7 +182,7 @@ def _read(batch: _Batch, room: Room, make: Callable[[], Keys], read: Read) -> No
     try:
         if not batch.is_over:
             read(make(), room, batch)
-    except Exception as error:  # the call will meet it, too
+    except Exception as error:  # the call will raise it, too
         logger.debug("a batch is not read ahead: %r", error)
     finally:
         batch.is_read.set()
@@ -191,18 +191,18 @@ def _read(batch: _Batch, room: Room, make: Callable[[], Keys], read: Read) -> No
 def _work(tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (task := tasks.get()) is not None:
         task()
-        task = None  # while this waits, it keeps nothing of the batch
+        task = None  # keep no reference to the batch while waiting
 
 
 class Asker(NamedTuple):
-    """A cache that is asked for something of each batch.
+    """A cache whose module is called with each batch.
 
     Attributes
     ----------
     arguments : callable
         The arguments of its calls for a batch.
     begin, end : callable
-        Make a `Loop` that its calls know, and end that.
+        Start a `Loop` known to its calls, and end it.
     """
 
     arguments: Callable[[Any], Arguments]
@@ -222,18 +222,18 @@ class Ahead:
 
     def __init__(self, loader: Iterable[Any], batches: int, askers: Sequence[Asker]) -> None:
         self.loader, self.batches, self.askers = loader, batches, askers
-        if isinstance(loader, Ahead):  # of another cache: both have their rows for one batch at a time
+        if isinstance(loader, Ahead):  # of another cache: both read ahead for the same batches
             self.loader, self.batches = loader.loader, max(batches, loader.batches)
             self.askers = [*loader.askers, *askers]
 
     def __iter__(self) -> Iterator[Any]:
         pulled, failure, is_done, is_last = iter(self.loader), None, False, False
-        loops = [asker.begin() for asker in self.askers]  # when the loader has forked its workers
+        loops = [asker.begin() for asker in self.askers]  # after the loader has forked its workers
         held = loops[0].batches
         try:
             while held or not is_done:
                 try:
-                    # After their last batch, Accelerate's loaders reset state that its step still needs.
+                    # After their last batch, Accelerate's loaders reset state that the last step still needs.
                     while not is_done and len(held) <= (0 if is_last else self.batches):
                         batch = next(pulled)
                         is_last = bool(getattr(self.loader, "end_of_dataloader", False))
@@ -246,7 +246,7 @@ class Ahead:
                     is_done, failure = True, error
                 if held:
                     (batch, *_) = [loop.next() for loop in loops]
-                    if is_last:  # such a loader says it of the batch that is used now
+                    if is_last:  # must refer to the batch used now
                         vars(self.loader)["end_of_dataloader"] = not held
                     yield batch
                     for loop in loops:
@@ -262,6 +262,6 @@ class Ahead:
         return len(self.loader)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # of a copy that has nothing yet
+        if name.startswith("__"):  # of a copy without attributes yet
             raise AttributeError(name)
         return getattr(self.loader, name)

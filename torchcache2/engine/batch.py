@@ -1,4 +1,4 @@
-"""`Batch`: the items of one call, which of them are found, and the calls of the forward for the others."""
+"""`Batch`: the items of one call: hits, misses, and calls of the forward for the misses."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _AGAIN = ContextVar("torchcache2_again", default=False)
 
 @contextlib.contextmanager
 def computed_again(again: bool = True) -> Iterator[None]:
-    """Within this context, this thread computes items to check rows, so cached modules check theirs too.
+    """In this context, this thread computes items to check rows, so inner cached modules compute too.
 
-    Outputs computed from rows that an inner module found would not check these rows.
+    Otherwise outputs computed from an inner module's rows would not check those rows.
     """
     token = _AGAIN.set(again or _AGAIN.get())
     try:
@@ -37,12 +37,12 @@ def computed_again(again: bool = True) -> Iterator[None]:
 
 
 def is_computed_again() -> bool:
-    """Whether this thread is within `computed_again`."""
+    """Whether this thread is in a `computed_again` context."""
     return _AGAIN.get()
 
 
 class RefusedError(Exception):
-    """Raised when a call is not to be cached.
+    """Raised when a call must not be cached.
 
     `reason` is a word for statistics, and `text` a sentence. `error` is the exception behind it, if any.
     """
@@ -67,7 +67,7 @@ class WrongRowsError(NotStoredError):
 
 
 class NotRunError(BaseException):
-    """Raised in place of a forward that may not run; only the code that has forbidden it handles it."""
+    """Raised in place of a forward that may not run; handled only by the code that forbade it."""
 
 
 class WholeBatch:
@@ -78,14 +78,14 @@ class WholeBatch:
 
 
 class Checks:
-    """When a batch is computed as a whole, to check its rows, and what comes of it. This one never asks.
+    """Decides when to compute a whole batch, to check its rows. This base class never does.
 
     Attributes
     ----------
     computes_parts : bool
-        Whether parts of the batch are to be computed by themselves, too.
+        Whether to compute parts of the batch by themselves, too.
     is_conclusive : bool
-        Whether the forward could compute what it was asked for.
+        Whether the forward could compute the requested items.
     """
 
     computes_parts = False
@@ -96,19 +96,19 @@ class Checks:
         return False
 
     def computed_whole(self) -> None:
-        """Note that the rows of the whole batch are those of one forward."""
+        """Note that one forward has computed the rows of the whole batch."""
 
     def note(self, *, has_run: bool) -> str:
-        """The results of checks of calls like this one, for other ranks; `has_run`: the forward ran here."""
+        """The results of such calls' checks, for other ranks; `has_run`: the forward ran here."""
         return ""
 
     def is_known(self, notes: Collection[str]) -> bool:
-        """Whether the notes of other ranks are enough to take their rows."""
+        """Whether the notes of other ranks allow taking their rows."""
         return True
 
 
 class Source(Protocol):
-    """What computes the items of a batch."""
+    """Computes the items of a batch."""
 
     @property
     def checks(self) -> Checks:
@@ -122,19 +122,19 @@ class Source(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """The device of the call, on which outputs are returned that were computed there."""
+        """The device of the call: outputs computed there are returned there."""
         ...
 
     @property
     def lists(self) -> Lists | None:
-        """Which lists in the output have an entry for each item; None if none has."""
+        """Finds lists in the output with an entry for each item; None if there are none."""
         ...
 
     def compute(self, positions: Tensor) -> Any:
         """The output for the items at some positions (int64, CPU, shape ``(k,)``), or a `WholeBatch`.
 
         The output is a pytree whose tensors have shape ``(k, ...)``. Positions are ascending; with
-        ``miss_batch="pad"`` the last one may be there several times.
+        ``miss_batch="pad"`` the last one may be repeated.
         """
         ...
 
@@ -171,7 +171,7 @@ class FunctionSource:
         self.checks = Checks()
 
     def dtypes(self) -> Collection[torch.dtype]:
-        """Unknown, because nobody can tell what the function reads."""
+        """Unknown, as a function may read anything."""
         return ()
 
     def runs_whole_batch(self) -> bool:
@@ -179,7 +179,7 @@ class FunctionSource:
         return False
 
     def distrust(self) -> None:
-        """Nothing was noticed, so there is nothing to check again."""
+        """Does nothing: a function is not watched for changes."""
 
 
 class Hits(NamedTuple):
@@ -192,7 +192,7 @@ class Hits(NamedTuple):
     rows : Rows, optional
         Their h rows; None if there are none.
     checked : ndarray of int64, shape (c,)
-        Those of the positions whose items are computed again, to be compared.
+        Positions whose items are computed again, to be compared.
     """
 
     positions: Positions
@@ -200,7 +200,7 @@ class Hits(NamedTuple):
     checked: Positions
 
     def is_all(self, count: int) -> bool:
-        """Whether they are all of `count` items, and none is to be checked."""
+        """Whether these are all of `count` items, and none needs a check."""
         return self.rows is not None and len(self.positions) == count and len(self.checked) == 0
 
 
@@ -212,9 +212,9 @@ class Misses(NamedTuple):
     positions : ndarray of int64, shape (m,)
         Where the items are in the batch, ascending.
     distinct : ndarray of int64, shape (k,)
-        Where each of their keys is first: these items are computed.
+        First position of each distinct key: these items are computed.
     inverse : ndarray of int64, shape (m,), optional
-        Which of `distinct` has the key of each miss; None if all keys differ.
+        For each miss, the index in `distinct` of its key; None if all keys differ.
     """
 
     positions: Positions
@@ -223,7 +223,7 @@ class Misses(NamedTuple):
 
     @classmethod
     def of(cls, keys: Keys, hits: Hits) -> Misses:
-        """All items of a batch but the hits."""
+        """All items of a batch except the hits."""
         missing = np.ones(len(keys), bool)
         missing[hits.positions] = False
         positions = np.flatnonzero(missing)
@@ -241,17 +241,17 @@ class Batch:
     misses : int
         Items that were computed because they were not found.
     computed : int
-        Items that the forward has computed, padding included; an item counts each time that it is computed.
+        Items that the forward has computed, padding included; repeated items count again.
     seconds : float
         Time spent in the forward.
     whole : Rows, optional
-        The rows of all n items, if the forward could only compute the whole batch.
+        The rows of all n items, if the forward computed the whole batch instead of parts.
     is_checked : bool
-        Whether the whole batch is computed, and all rows that are found are compared.
+        Whether the whole batch is computed, to compare all found rows.
     is_compared : bool
-        Whether any rows that are found are compared.
+        Whether any found rows are compared.
     may_run : bool
-        Whether the forward may run now; if not, `NotRunError` is raised in its place.
+        Whether the forward may run now; False: raise `NotRunError` instead.
     """
 
     def __init__(self, keys: Keys, source: Source, settings: CacheSettings) -> None:
@@ -262,7 +262,7 @@ class Batch:
         self.whole: Rows | None = None
         self.is_checked = self.is_compared = False
         self.may_run = True
-        self._last: Rows | None = None  # what the source has computed last
+        self._last: Rows | None = None  # the last computed rows
         self._pads = settings.miss_batch == "pad"
 
     def compute(self, positions: Positions) -> tuple[Any, Rows]:
@@ -276,8 +276,8 @@ class Batch:
         Returns
         -------
         output : pytree
-            What the forward has returned. Its tensors have shape ``(p, ...)`` with p >= k: with padding, or
-            if the forward runs for the whole batch only, it computes more items than it is asked for.
+            The forward's output. Its tensors have shape ``(p, ...)``, where p > k with padding, or if the
+            forward can run only for the whole batch.
         rows : Rows
             The k rows of the items at `positions`, in that order.
 
@@ -286,7 +286,7 @@ class Batch:
         NotStoredError
             If the output has no rows; it carries the output of the whole batch.
         """
-        if self._last is not None:  # the forward may use the memory of these rows again
+        if self._last is not None:  # the forward may reuse these rows' memory
             self._last.columns = tuple([column.clone() for column in self._last.columns])
         count, padded = len(positions), self._padded(positions)
         output = self._timed(padded)
@@ -317,11 +317,11 @@ class Batch:
         return output if self.dtype is None else rounded(output, self.dtype)
 
     def output(self, rows: Rows) -> Any:
-        """The output that the n rows of the whole batch stand for, tensors of shape ``(n, ...)``."""
+        """Build the output from the n rows of the whole batch; tensors have shape ``(n, ...)``."""
         try:
             return output_of(rows, device=self.source.device)
-        # A value that belongs to the whole batch may differ between rows that come from different batches; or
-        # the class of a node may have changed since the rows were written, and refuse its children.
+        # Rows from different batches may disagree about a value of the whole batch; or a node's class may
+        # have changed since, and refuse its children.
         except Exception:
             return self.compute_all()
 

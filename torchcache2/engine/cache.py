@@ -1,10 +1,10 @@
-"""`Cache`, the engine: finds rows of a batch, claims, computes and keeps the others, puts all together.
+"""`Cache`, the engine: finds rows of a batch; claims, computes and keeps the missing ones; puts all together.
 
-All caches of one budget share a `TierStack`; each keeps the rows of its namespace there. A batch goes this
-way: its keys are looked up in the tiers (`find`); the missing ones are claimed, so that other processes wait
-for them; the forward computes them, together with hits that are to be verified; computed rows are kept in the
-tiers; hits and computed rows are put together in the order of the batch. With ``distributed="collective"``,
-a `Collective` goes this way in step with the other ranks.
+All caches of one budget share a `TierStack`; each keeps the rows of its namespace there. For a batch, the
+cache looks its keys up in the tiers (`find`), and claims the missing ones, so that other processes wait for
+them. The forward computes them, together with hits to verify. The tiers keep the computed rows, and the
+output has hits and computed rows in batch order. With ``distributed="collective"``, a `Collective` does this
+in step with the other ranks.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class Cache:
         self.tell = ToldOnce()
         self.name = repr(self)  # in messages
         self.is_closed = False
-        self.face: Callable[[], Describer | None] = lambda: None  # it knows more of namespaces; held weakly
-        self.must_stack = False  # whether rows that do not stack are refused: items depend on their batch
+        self.face: Callable[[], Describer | None] = lambda: None  # describes namespaces better; weak
+        self.must_stack = False  # refuse rows that do not stack: items depend on their batch
         self.collective: Collective | None = None
         if self.settings.distributed == "collective":
             self.collective = Collective(self.settings, self.tiers, self.counters, type(self).__name__)
@@ -159,8 +159,7 @@ class Cache:
     def output(self, keys: Keys, source: Source, since: float | None = None) -> Any:
         """The output of a batch whose misses a `source` computes; see `fetch`.
 
-        The cost of caching is counted from the time `since` on (of `time.perf_counter`), by default from now
-        on.
+        The cost of caching counts from the time `since` (of `time.perf_counter`); default: now.
 
         Raises
         ------
@@ -174,7 +173,7 @@ class Cache:
         try:
             output = self._output(batch)
         except Exception as error:
-            # No rank may go on alone if a step of all ranks has ended with the error.
+            # If a step of all ranks ended with the error, no rank may continue alone.
             if not is_out_of_memory(error) or is_told(error) or is_of_forward(error):
                 raise
             self.do_without(len(keys), error)
@@ -207,7 +206,7 @@ class Cache:
         return batch.output(rows)
 
     def find(self, batch: Batch) -> Hits | None:
-        """The rows of the keys that are found; None if their schemas differ, as these do not stack."""
+        """The rows that the tiers have; None if rows of different schemas do not stack."""
         if self.collective is None:
             parts = self.tiers.get(batch.keys).parts
         else:
@@ -222,29 +221,30 @@ class Cache:
                 return None
         checked, share = _NOWHERE, self.settings.verify
         batch.is_checked = batch.source.checks.is_due(len(positions))
-        if batch.is_checked:  # all items are computed, so all rows that are found can be compared
+        if batch.is_checked:  # all items are computed, so compare all found rows
             checked = positions
-        elif share > 0.0:  # this generator is the cache's own: the caller's generators must not move
+        elif share > 0.0:  # our own generator: the caller's must not advance
             checked = positions[self._random_shares.random(len(positions)) < share]
         batch.is_compared = len(checked) > 0
         return Hits(positions, rows, checked)
 
     def _computed(self, batch: Batch, hits: Hits) -> Any:
-        """The output of a batch for which the forward runs, here or where its misses are claimed."""
+        """The output of a batch with misses or checks: computes claimed items, waits for others."""
         misses = Misses.of(batch.keys, hits)
         claim = self.tiers.claim(batch.keys.take(misses.distinct))
         parts: Parts = []
         try:
-            # A check looks at the whole batch, so it waits for nobody: rows of others would not be compared.
+            # A check computes the whole batch, without waiting: rows of other processes would not be
+            # compared.
             wanted = np.arange(len(misses.distinct)) if batch.is_checked else claim.mine
-            # If others compute all misses, this call computes none. An empty batch has an output, too.
+            # If others compute all misses, compute none; but an empty batch needs an output, too.
             if len(wanted) or len(hits.checked) or not len(claim.others):
                 output, rows, wrong = self.compute(batch, hits, misses.distinct[wanted])
                 if wrong is not None:
                     raise self.distrusted(batch, wrong, output)
                 if len(wanted) == len(batch.keys):
                     return output if batch.dtype is None else batch.output(rows)
-                if len(wanted) or not len(claim.others):  # else only hits were computed, to be checked
+                if len(wanted) or not len(claim.others):  # else these were only hits to check
                     parts.append((wanted, rows))
             if len(wanted) < len(misses.distinct):
                 parts += self._of_others(batch, misses.distinct, claim)
@@ -260,8 +260,8 @@ class Cache:
     def compute(self, batch: Batch, hits: Hits, mine: Positions) -> tuple[Any, Rows, str | None]:
         """Compute and keep the rows of items at some positions; also compute hits to check them.
 
-        Returns the output of the whole batch, if all of it was computed; the rows; and how rows that were
-        found differ from computed ones: then nothing is kept.
+        Returns the whole batch's output, if all of it was computed; the rows; and how found rows differ from
+        computed ones, if they do: then nothing is kept.
         """
         checked, count = hits.checked, len(batch.keys)
         asked = np.union1d(mine, checked) if len(checked) else mine
@@ -280,15 +280,15 @@ class Cache:
         return output, rows, None
 
     def _of_others(self, batch: Batch, distinct: Positions, claim: Claim) -> Parts:
-        """Rows of the misses that others have claimed; those that they give up are computed here."""
+        """Rows of misses that other processes have claimed; computes those that they give up."""
         parts: Parts = []
         while len(claim.others):
-            if batch.whole is not None:  # the forward could only compute the whole batch
+            if batch.whole is not None:  # the forward computed the whole batch anyway
                 batch.misses += len(claim.others)
                 parts.append((claim.others, batch.whole.take(torch.from_numpy(distinct[claim.others]))))
                 break
             left, there = claim.wait(), claim.appeared
-            is_gone = np.ones(len(there), bool)  # a row may be damaged, or forgotten again
+            is_gone = np.ones(len(there), bool)  # rows may be damaged, or forgotten again
             for positions, rows in self.tiers.get(batch.keys.take(distinct[there])).parts:
                 parts.append((there[positions], found(rows)))
                 is_gone[positions] = False
@@ -301,7 +301,7 @@ class Cache:
         return parts
 
     def put_together(self, batch: Batch, hits: Hits, misses: Misses, rows: Rows | None) -> Any:
-        """The output of the batch in its order: of hits, and of the rows of distinct misses, if any."""
+        """The output in batch order: from hits, and from the rows of distinct misses, if any."""
         if len(misses.positions) == 0 or rows is None:
             assert hits.rows is not None
             return batch.output(hits.rows)
@@ -313,14 +313,14 @@ class Cache:
         return self.not_stacked(batch) if rows is None else batch.output(rows)
 
     def not_stacked(self, batch: Batch) -> Any:
-        """The output of a batch whose rows are of different schemas; `NotStoredError` if that is refused."""
+        """Compute a batch whose rows have different schemas; `NotStoredError` if that is refused."""
         output = batch.compute_all()
         if self.must_stack:
             raise NotStoredError("stack", "items have outputs of another shape in another batch", output)
         return output
 
     def checked(self, compute: Callable[[], Any]) -> None:
-        """Compute items to check their rows, if the forward can run now: its weights may be elsewhere."""
+        """Compute items to check their rows; if the forward cannot run now, skip the check."""
         try:
             compute()
         except NotStoredError:
@@ -346,7 +346,7 @@ class Cache:
     def distrusted(self, batch: Batch, text: str, output: Any = None) -> WrongRowsError:
         """Drop the namespace: one row was wrong, so none can be trusted. Returns the error to raise.
 
-        `output` is that of the whole batch; if it is None, the forward runs for it.
+        `output` is the whole batch's; if it is None, the forward computes it.
         """
         try:
             if output is None:
@@ -361,7 +361,7 @@ class Cache:
         for where, part in stored(rows):
             keys = batch.keys if len(where) == len(batch.keys) else batch.keys.take(positions[where])
             self.tiers.put(batch.source, keys, part)
-        if self.is_closed:  # another thread has closed it while this one computed
+        if self.is_closed:  # closed by another thread meanwhile
             self.tiers.forget(batch.keys.namespace)
 
     def drop(self, namespace: bytes) -> None:
@@ -373,13 +373,13 @@ class Cache:
         return contextlib.nullcontext() if self.collective is None else self.collective.stand_by(error)
 
     def do_without(self, items: int, error: Exception) -> None:
-        """Count items that are computed without the cache, because it has no memory for its own work."""
+        """Count items computed without the cache because it had no memory for its own work."""
         self.counters.add(misses=items)
         text = "%s: not enough memory for the cache, so these items are computed without it: %s"
         self.tell("own memory", text, self.name, str(error))
 
     def relieve(self, error: torch.cuda.OutOfMemoryError) -> None:
-        """Free the rows on a device that had no memory for the forward."""
+        """Free the rows on a device whose memory was too small for the forward."""
         freed = self.tiers.give_back(device_of(error))
         if freed:
             torch.cuda.empty_cache()

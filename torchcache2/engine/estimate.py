@@ -1,4 +1,4 @@
-"""`Estimate`: what caching all items of some data takes, as a few batches of them tell."""
+"""`Estimate`: what caching all items of some data takes, estimated from a few batches."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from torchcache2.files.codec import codec
 from torchcache2.files.errors import UnserialisableError
 from torchcache2.files.segment import Batch, encode
 
-_INDEX_BYTES = 43  # of memory for each row, besides the row
-_KEY_BYTES = 24  # of a segment, for the key and the checksum of each row
-_COMPRESSED = 16 << 20  # bytes of rows of a batch that are compressed, to see how well that goes
+_INDEX_BYTES = 43  # of memory per row, besides the row
+_KEY_BYTES = 24  # of a segment per row, for key and checksum
+_COMPRESSED = 16 << 20  # bytes of rows to compress as a sample
 _MARGIN = 1.1  # other items may be larger, or compress less
 _HOST = torch.device("cpu")
 
-Sizes = tuple[int, int | None]  # bytes of rows in memory, and in files as far as that is known
+Sizes = tuple[int, int | None]  # bytes of rows in memory, and in files (None: unknown)
 
 
 class Need(NamedTuple):
-    """What all rows take in a tier.
+    """The bytes of all rows in a tier.
 
     Attributes
     ----------
     tier : str
         ``memory``, ``disk``, ``remote`` (servers) or ``bucket``.
     bytes : int
-        Compressed as they are there, if it is known how well; in memory with their index.
+        As compressed there, if known; in memory, including the index.
     budget : int or None
-        How much the tier may have; None: it has no limit, or the server knows it.
+        Most bytes of the tier; None: no limit, or only the server knows it.
     """
 
     tier: str
@@ -54,35 +54,34 @@ class Need(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Which share of the rows has room."""
+        """The share of the rows that fits."""
         return math.inf if self.budget is None else self.budget / max(1, self.bytes)
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What caching all items of some data takes; its text says so.
+    """What caching all items of some data takes; printing it explains it.
 
     Attributes
     ----------
     items : int or None
-        How many items there are, for all ranks; None: unknown, and so is what it leads to.
+        How many items there are, for all ranks; None: unknown, and then most other fields are, too.
     row_bytes : int
-        Of one row in memory.
-    stored_bytes : int or None
-        Of one row in a file, compressed as the option says; None: not known.
+        Bytes of one row in memory. stored_bytes : int or None Bytes of one row in a file, compressed as by
+        the option; None: unknown.
     seconds : float or None
-        That the items of this rank take, at the pace of these batches.
+        Time for the items of this rank, at the pace of these batches.
     memory_bytes, disk_bytes : int or None
-        Of all rows in memory and in the folder, on servers or in the bucket; None also if they are not kept
+        Bytes of all rows in memory; and in the folder, on servers or in the bucket. None also if not kept
         there.
     fits : bool or None
-        Whether there is room for all rows: in one tier, or in all together if each has other rows.
+        Whether all rows fit: in one tier, or in all together if each row is in one tier only.
     fits_memory, fits_disk : bool or None
-        Whether memory has room for all, and what outlives the process, if anything does.
+        Whether all rows fit into memory, and into the tier that outlives the process, if there is one.
     disk_free : int or None
         Bytes free on the disk of the folder.
     lacks_disk : bool
-        Whether that is less than what is to be written there.
+        Whether that is less than what will be written there.
     """
 
     __module__ = "torchcache2"
@@ -114,10 +113,10 @@ def estimated(
     advice: str,
     option: str,
 ) -> Estimate:
-    """What `total` items take, of which `mine` are this rank's, which does `rate` of them in a second.
+    """The estimate for `total` items, `mine` of them on this rank, at `rate` items a second.
 
-    `sizes` are the bytes of a row in memory and in a file. The `advice` is for items that do not fit, and
-    `option` gives the disk more room.
+    `sizes` are the bytes of a row in memory and in a file. `advice` is shown if items do not fit; `option`
+    names the option that gives the disk more room.
     """
     row, packed = sizes
     if packed is None and tiers.settings.compression == "none":
@@ -134,13 +133,14 @@ def estimated(
         count = total if tier.is_lasting else min(total, mine * ranks_here() if tier.is_shared else mine)
         size = row + _INDEX_BYTES if not tier.is_lasting else row if packed is None else packed
         name, budget = tier.name, getattr(tier, "budget", None)
-        if tier.is_lasting and tiers.settings.bucket is not None:  # its local folder need not have all rows
+        if tier.is_lasting and tiers.settings.bucket is not None:  # its local folder may hold only some rows
             most = tiers.settings.bucket.remote_size
             name, budget = "bucket", None if most is None else parse_size("remote_size", most)
         needs.append(Need(name, count * size, budget))
     shares = [need.share for need in needs]
     fits = (sum(shares) if tiers.fills_up else max(shares)) >= 1
-    disk = next((need for need in needs if need.tier == "disk" and need.budget), None)
+    kept = next((need for need in needs if need.tier in ("disk", "bucket") and need.budget), None)
+    disk = kept if kept is not None and kept.tier == "disk" else None
     notes = []
     if not fits:
         notes.append(advice)
@@ -150,8 +150,9 @@ def estimated(
         notes.append(f"What does not fit in memory is read from the {where}")
     elif shares[-1] < 1:
         notes.append("Later runs find only what fits on disk")
-    if disk is not None and disk.share < 1 and not (fits and tiers.fills_up):
-        notes[-1] += f"; {option}='{size_text(disk.bytes * _MARGIN)}' has room for all"
+    if kept is not None and kept.share < 1 and not (fits and tiers.fills_up):
+        name = "remote_size" if disk is None else option
+        notes[-1] += f"; {name}='{size_text(kept.bytes * _MARGIN)}' has room for all"
     directory, free, lacks_disk = tiers.directory, None, False
     if disk is not None and directory is not None:
         free = free_disk(directory.path)
@@ -162,7 +163,7 @@ def estimated(
     seconds, lines = mine / rate, []
     for need in needs:
         most = "up to " if need.tier != "memory" and packed is None else ""
-        room = "" if need.budget is None else f" of {size_text(need.budget)}"
+        room = "" if need.budget is None else f" (room for {size_text(need.budget)})"
         lines.append(f"{need.tier} {most}{size_text(need.bytes)}{room}")
     counts = f"{total:,} items" + (f", {mine:,} on this rank" if mine < total else "")
     left = str(datetime.timedelta(seconds=math.ceil(seconds)))
@@ -186,7 +187,7 @@ def estimated(
 
 
 class Looks:
-    """Batches that were looked at: how many items each has, the bytes of their rows, and its seconds."""
+    """The batches examined so far: item counts, seconds, and bytes of their rows."""
 
     def __init__(self) -> None:
         self._seen = list[tuple[int, float]]()
@@ -215,13 +216,13 @@ class Looks:
 
 
 def output_sizes(output: Any, count: int, settings: CacheSettings) -> Sizes:
-    """Bytes of the rows of an output for `count` items in memory, and in files as far as that is known.
+    """Bytes of the rows of an output for `count` items in memory, and in files (None: unknown).
 
     Raises `OutputError` or `UnstorableError` if it cannot be stored.
     """
     known = dict[str, bool]()
     lists = Lists(Samples(), known)
-    known.update(dict.fromkeys(lists.unsettled(output, count), True))  # one entry an item, most likely
+    known.update(dict.fromkeys(lists.unsettled(output, count), True))  # most likely one entry per item
     tensors = [leaf for leaf in leaves_of(output, objects=True) if isinstance(leaf, Tensor)]
     device = tensors[0].device if tensors else _HOST
     rows = rows_of(output, count, lists, device=device, dtype=settings.cache_dtype)
@@ -229,7 +230,7 @@ def output_sizes(output: Any, count: int, settings: CacheSettings) -> Sizes:
 
 
 def row_sizes(parts: Sequence[Rows], settings: CacheSettings) -> Sizes:
-    """Bytes of rows in memory, and in files as far as that is known: as segments of the first of them are."""
+    """Bytes of rows in memory, and in files (None: unknown), estimated from compressing the first of them."""
     total = sum(len(rows) * rows.schema.row_bytes for rows in parts)
     segments: dict[Schema, list[Batch]] = {}
     taken = 0
@@ -255,6 +256,6 @@ def row_sizes(parts: Sequence[Rows], settings: CacheSettings) -> Sizes:
 
 
 def each(sizes: Sizes, count: int) -> Sizes:
-    """Bytes of one of so many rows."""
+    """Bytes of one of `count` rows."""
     total, packed = sizes
     return total // count, None if packed is None else -(-packed // count)

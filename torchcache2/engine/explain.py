@@ -1,4 +1,4 @@
-"""Why an item was not found: what differs between two calls, or between a namespace and the one before it."""
+"""Why an item was not found: the differences of two calls, or of a namespace and the one before it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ Leaf = tuple[torch.dtype, tuple[int, ...]]
 class CallSeen(NamedTuple):
     """The common parts of all items of a call.
 
-    `leaves` has for each batched tensor its path, its dtype, and the shape of an item; `group` is that of
-    `Keys`.
+    `leaves` has the path, dtype and item shape of each batched tensor; `group` is as in `Keys`.
     """
 
     namespace: bytes
@@ -57,7 +56,7 @@ def of_calls(before: CallSeen, now: CallSeen) -> str:
 
 
 def _differ_in_length(left: Leaf, right: Leaf) -> bool:
-    """Whether only one length differs; it may be in the shape several times, as in that of a mask."""
+    """Whether just one length differs; it may appear in the shape several times, as in a mask."""
     (dtype, shape), (other_dtype, other) = left, right
     lengths = {pair for pair in zip(shape, other, strict=False) if pair[0] != pair[1]}
     return dtype == other_dtype and len(shape) == len(other) and len(lengths) == 1
@@ -90,8 +89,8 @@ def compared(
 ) -> str:
     """Why rows of `name`, whose class is `kind`, may not have been found.
 
-    `before` is the fingerprint before that of `now`, `bypass` says why nothing is cached, and `since` is when
-    this run began, as an ISO time.
+    `before` is the fingerprint before `now`, `bypass` says why nothing is cached, and `since` is the start of
+    this run, as an ISO time.
     """
     lines = [f"not cached: {bypass}"] if bypass is not None else []
     if before is not None:
@@ -111,7 +110,7 @@ def compared(
 
 
 def _latest(directory: CacheDirectory, kind: str, namespace: bytes, since: str) -> Fingerprint | None:
-    """The fingerprint that earlier runs left of a namespace, or else of the class's last used one."""
+    """The fingerprint that earlier runs left for a namespace, or else for the class's last used one."""
     try:
         contents = [one for one in directory.scan() if one.segments]
     except OSError:
@@ -120,7 +119,7 @@ def _latest(directory: CacheDirectory, kind: str, namespace: bytes, since: str) 
     for one in contents:
         document = directory.fingerprint(one.namespace)
         if one.namespace == namespace.hex() and str(document.get("created")) >= since:
-            continue  # this run has written it
+            continue  # written by this run
         if document.get("class") == kind and (fingerprint := from_document(one.namespace, document)):
             return fingerprint
     return None

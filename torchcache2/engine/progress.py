@@ -26,13 +26,11 @@ class WarmupStats:
     Attributes
     ----------
     computed : int
-        Items that were not there.
+        Items that were missing.
     found : int
-        Items that were there, or were there twice in this warmup.
+        Items that were found, or appeared before in this warmup.
     seconds : float
-        That it took.
-    bytes : int
-        Of the rows of all these items, in memory.
+        Duration. bytes : int Bytes of the rows of all these items, in memory.
     """
 
     __module__ = "torchcache2"
@@ -46,8 +44,8 @@ class WarmupStats:
 class Progress:
     """Counts the items of a warmup by the counters of its cache, which count `hits` and `misses`.
 
-    There are `total` items, `items` of them this rank's; None: unknown. If it `is_shown`, there is a bar, as
-    far as tqdm is installed, and one line of cost when that is known, which ends in `advice` if the tiers are
+    There are `total` items, `items` of them on this rank; None: unknown. If it `is_shown`, it shows a bar, if
+    tqdm is installed, and prints a line of cost when that is known, which ends in `advice` if the tiers are
     too small.
     """
 
@@ -82,14 +80,14 @@ class Progress:
                 self._bar = quiet(total=items, desc=name, unit=" items", mininterval=every)
 
     def update(self, sizes: Callable[[], Sizes]) -> None:
-        """A batch is done; `sizes()` are the bytes of its rows in memory and, if known, in a file."""
+        """Count a finished batch; `sizes()` are its rows' bytes in memory and, if known, in a file."""
         before, (found, computed) = self.items, self._done()
         self.items = found + computed
         self.batches += 1
         if before == 0 < self.items:
             self._sizes = each(sizes(), self.items)
         now = time.perf_counter()
-        # The first batch also starts workers, reads the weights and probes, so the next one tells the rate.
+        # The first batch also starts workers, reads weights and probes, so the second one gives the rate.
         if before > 0 == self._rate:
             self._say_cost((self.items - before) / (now - self._last))
         self._last = now
@@ -97,14 +95,14 @@ class Progress:
             self._bar.update(self.items - before)
 
     def close(self) -> None:
-        """Show no more."""
+        """Stop showing progress."""
         if self.items > 0 == self._rate:
             self._say_cost(self.items / (self._last - self._start))
         if self._bar is not None:
             self._bar.close()
 
     def stats(self) -> WarmupStats:
-        """What was done until now."""
+        """The results so far."""
         found, computed = self._done()
         return WarmupStats(computed, found, time.perf_counter() - self._start, self.items * self._sizes[0])
 
@@ -121,4 +119,4 @@ class Progress:
         if self._bar is not None:
             self._bar.write(line, file=sys.stderr)
         elif self._is_shown:
-            print(f"{line}\n", end="", file=sys.stderr)  # at once, or a thread may log between the two
+            print(f"{line}\n", end="", file=sys.stderr)  # one write, as a thread may log in between

@@ -1,4 +1,4 @@
-"""`RandomState`: the generators of random numbers, whether they have moved, and how to put them back."""
+"""`RandomState`: random generators: whether they have advanced, and how to restore them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class RandomState:
-    """Remembers the state of the default generators of torch, numpy and Python, and of some others."""
+    """Remembers the state of the default generators of torch, NumPy and Python, and of some others."""
 
     def __init__(self, generators: Iterable[Any]) -> None:
         self._generators = list(generators)
@@ -22,22 +22,22 @@ class RandomState:
     def moved(self) -> bool:
         """Whether a number has been drawn since this was made, or since `disturb`."""
         (tensors, *others), (before, *others_before) = self._read()[0], self._disturbed
-        # A device that was initialised since has a new generator. Its state is a seed of 8 bytes and an
-        # offset, which is 0 until a number is drawn.
+        # A device initialised since then has a new generator. Its state is a seed of 8 bytes and an offset,
+        # which is 0 until a number is drawn.
         new = tensors[len(before) :]
         return bool(
             tensors[: len(before)] != before or others != others_before or any(any(s[8:]) for s in new)
         )
 
     def disturb(self) -> None:
-        """Draw from the default generators, so that a forward that always sets the same seed moves them."""
+        """Draw from the default generators, so that even a forward that sets a fixed seed changes them."""
         torch.rand(1, device="cpu")
         random.random()
         np.random.random()
         self._disturbed = self._read()[0]
 
     def restore(self) -> None:
-        """Put the generators back into the state that they had."""
+        """Restore the generators' state."""
         _, cpu, cuda, numbers, numpy_state, others = self._state
         torch.set_rng_state(cpu)
         for device, state in enumerate(cuda):
@@ -50,7 +50,7 @@ class RandomState:
     def _read(self) -> tuple[Any, ...]:
         cpu = torch.get_rng_state()
         cuda: list[Tensor] = []
-        # This does not ask `is_available`, which makes CUDA unusable in forked children.
+        # Not `is_available`, which makes CUDA unusable in forked children.
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             cuda = [torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count())]
         numbers = random.getstate()
@@ -66,7 +66,7 @@ class RandomState:
 
 
 def state_of(generator: Any) -> Any:
-    """The state of a generator of torch, numpy or Python; it tells the seed too."""
+    """The state of a generator of torch, NumPy or Python; includes its seed."""
     if isinstance(generator, (torch.Generator, np.random.RandomState)):
         return generator.get_state()
     if isinstance(generator, np.random.Generator):

@@ -1,9 +1,8 @@
-"""How a forward runs: in the graphs of `torch.compile`, while the cache that calls it stays out of them.
+"""How a forward runs: in graphs of `torch.compile`, while the cache around it stays out of them.
 
-A cache that a compiler sees becomes part of its graph: every later call would return the rows of the first
-one. So a cached call begins with `outside`, which turns the compiler off, and a `Forward` turns it on again
-while it runs. A `Forward` also marks its own out-of-memory errors: those of the cache's own work are
-handled in another way, see `OwnMemoryError`.
+If the compiler traced the cache, later calls would return the rows of the first one. So a cached call begins
+with `outside`, which turns the compiler off, and a `Forward` turns it on again while it runs. A `Forward`
+also marks its own out-of-memory errors, since the cache's own are handled differently; see `OwnMemoryError`.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from torchcache2.core.private import CAN_TURN_ON, leave_out, set_compiler
 from torchcache2.core.sizes import is_out_of_memory
 
 _OF_FORWARD = "_torchcache2_of_forward"
-Compiler = Any  # what torch keeps for a thread in which it compiles
+Compiler = Any  # torch's state of a thread in which it compiles
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
 
 def opaque(function: F) -> F:
-    """Have `torch.compile` leave out a function and everything that it calls."""
+    """Keep `torch.compile` out of a function and everything that it calls."""
     return leave_out(function, with_calls=True)
 
 
 def transparent(function: F) -> F:
-    """Have `torch.compile` leave out a function, but not a `Forward` that it calls."""
+    """Keep `torch.compile` out of a function, but not out of a `Forward` that it calls."""
     return leave_out(function, with_calls=not CAN_TURN_ON)
 
 
@@ -37,8 +36,8 @@ def transparent(function: F) -> F:
 def outside(function: Callable[..., T], *args: Any) -> T:
     """Call ``function(compiler, *args)`` with `torch.compile` turned off.
 
-    The `compiler` is what a `Forward` needs to be compiled; it is None if nothing is compiled now. Where this
-    torch has no way to turn the compiler on again, it is always None, and no forward is compiled.
+    A `Forward` needs the `compiler` to be compiled; None if nothing is being compiled. If this torch cannot
+    turn the compiler on again, it is always None, and no forward is compiled.
     """
     compiler = set_compiler(None)
     if compiler is None:
@@ -68,14 +67,14 @@ class Forward:
                 set_compiler(None)
         except BaseException as error:
             if is_out_of_memory(error):
-                setattr(error, _OF_FORWARD, True)  # to keep the error would keep the tensors of the call
+                setattr(error, _OF_FORWARD, True)  # keeping the error would keep the call's tensors
             raise
 
 
 class OwnMemoryError(Exception):
     """Raised when the cache's own work has no memory: the caller then computes without the cache.
 
-    `error` is what was raised.
+    `error` is the original error.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -84,7 +83,7 @@ class OwnMemoryError(Exception):
 
 
 def is_of_forward(error: BaseException) -> bool:
-    """Whether an out-of-memory error was raised by a `Forward`, rather than by the cache's own work."""
+    """Whether a `Forward` raised an out-of-memory error, rather than the cache's own work."""
     return hasattr(error, _OF_FORWARD)
 
 

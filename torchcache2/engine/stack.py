@@ -1,4 +1,4 @@
-"""`TierStack`: the tiers of one budget, fastest first, and who uses them."""
+"""`TierStack`: the tiers of one budget, fastest first, and the caches that use them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MOST_DESCRIBED = _MOST_DROPS = 256
 
 
 class Describer(Protocol):
-    """What knows what namespaces stand for."""
+    """Describes namespaces."""
 
     def description(self, namespace: bytes) -> Mapping[str, Any]:
         """The description of a namespace, as JSON."""
@@ -41,20 +41,20 @@ class NamespaceUser(Describer, Protocol):
 
 
 class Users:
-    """The caches that use some tiers, as long as they live, and what their namespaces stand for."""
+    """The living caches that use some tiers, and the descriptions of their namespaces."""
 
     def __init__(self) -> None:
         self.described: dict[bytes, Mapping[str, Any]] = {}
-        self._lock = ProcessLock(threading.RLock)  # as in `TierStack`
+        self._lock = ProcessLock(threading.RLock)  # reentrant, as in `TierStack`
         self._caches: weakref.WeakSet[NamespaceUser] = weakref.WeakSet()
 
     def add(self, cache: NamespaceUser) -> None:
-        """Count a cache as a user."""
+        """Add a cache."""
         with self._lock():
             self._caches.add(cache)
 
     def discard(self, cache: NamespaceUser) -> bool:
-        """Count a cache no longer; whether it was the last one."""
+        """Remove a cache; returns whether it was the last one."""
         with self._lock():
             self._caches.discard(cache)
             return not self._caches
@@ -87,7 +87,7 @@ class TierStack:
     Attributes
     ----------
     fills_up : bool
-        Whether each row is in one tier only, the first with room, so that what they hold adds up.
+        Whether each row is only in the first tier with room, so that the tiers' capacities add up.
 
     Raises
     ------
@@ -100,12 +100,12 @@ class TierStack:
     def __init__(self, settings: CacheSettings, name: str = "") -> None:
         self.settings = settings
         self.name = name
-        self._lock = ProcessLock(threading.RLock)  # the garbage collector may close a cache at any point
-        self._users = Users()  # tiers refer to these only: they would keep a stack alive
+        self._lock = ProcessLock(threading.RLock)  # reentrant: the garbage collector may close a cache
+        self._users = Users()  # separate: tiers refer to it, but must not keep the stack alive
         self._tiers: Sequence[Tier] = ()
         self.rooms: list[Room] = []  # rows that were read ahead
         self._drops: dict[bytes, object] = {}  # a new object after each drop of a namespace
-        self._drops_forgotten = object()  # a new object each time that `_drops` is emptied
+        self._drops_forgotten = object()  # a new object whenever `_drops` is emptied
         self._finalizer: Any = None
         self._opened = self._check_place()  # connections to a bucket, until tiers take them over
 
@@ -115,7 +115,7 @@ class TierStack:
     @property
     def tiers(self) -> Sequence[Tier]:
         """The tiers, fastest first."""
-        tiers = self._tiers  # another thread may let go of them
+        tiers = self._tiers  # read once: another thread may replace it
         if not tiers:
             with self._lock():
                 tiers = self._tiers
@@ -123,7 +123,7 @@ class TierStack:
                     opened, self._opened = self._opened, None
                     tiers = self._made(self._users.namespaces, self._users.description, opened)
                     self._finalizer = weakref.finalize(self, _close, tiers)
-                    self._finalizer.atexit = False  # tiers that must be closed at exit do it themselves
+                    self._finalizer.atexit = False  # tiers that need it close themselves at exit
                     self._tiers = tiers
         return tiers
 
@@ -137,7 +137,7 @@ class TierStack:
         return next((tier.directory for tier in self.tiers if tier.directory is not None), None)
 
     def get(self, keys: Keys) -> Found:
-        """The rows of those keys that are in any tier.
+        """The rows that any tier has for these keys.
 
         Each tier looks for what the faster ones lack, and offers them the rows that it finds.
         """
@@ -155,13 +155,13 @@ class TierStack:
         return Found(ahead)
 
     def found(self, keys: Keys) -> list[Parts]:
-        """The parts that `get` merges, of each tier that was asked."""
+        """The parts that `get` merges, by tier."""
         return self._found(self.tiers, keys)
 
     def read_ahead(self, tiers: Sequence[Tier], keys: Keys, room: Room, batch: Any) -> None:
-        """Read the rows of a batch to come into a room, unless memory has all of them.
+        """Read the rows of a coming batch into a room, unless memory has all of them.
 
-        It takes the tiers of a call, as later ones would be made anew once the last cache is closed.
+        The caller passes `tiers`, since after the last cache is closed the property would make new ones.
         """
         before = self._last_drop(keys.namespace)
         if len(tiers) > 1 and not tiers[0].has(keys).all():
@@ -186,13 +186,13 @@ class TierStack:
                     self._offer(tiers[:depth], asked.take(positions), rows)
                 found[-1].append((wanted[positions], rows))
             if self._last_drop(keys.namespace) != before:
-                # Rows that were dropped meanwhile may have been offered.
+                # Rows may have been dropped while they were offered.
                 for faster in tiers[:depth]:
                     faster.drop(keys.namespace)
         return found
 
     def _offer(self, tiers: Sequence[Tier], keys: Keys, rows: Rows) -> None:
-        """Offer rows that a slower tier had to faster ones, each key once, if there is memory for that."""
+        """Offer a slower tier's rows to faster ones, each key once, if memory suffices."""
         try:
             distinct = keys.first_positions()
             if distinct is not None:
@@ -208,23 +208,23 @@ class TierStack:
         return has_any(self.tiers, keys)
 
     def claim(self, keys: Keys) -> Claim:
-        """Say which of these distinct keys, which `get` has missed, the caller computes.
+        """Claim distinct keys that `get` has missed; the result says which ones the caller computes.
 
-        They are claimed in each tier that has claims, the fastest first.
+        Claims them in each tier that supports claims, fastest first.
         """
         return claim_in(self.tiers if self.settings.claims else [], keys)
 
     def put(self, source: Describer, keys: Keys, rows: Rows) -> int:
-        """Keep rows under distinct keys, in every tier; how many were kept in any."""
+        """Keep rows under distinct keys in every tier; returns the most that a tier kept."""
         namespace, tiers = keys.namespace, self.tiers
         if namespace not in self._users.described and any(tier.is_lasting for tier in tiers):
             self._users.describe(namespace, source.description(namespace))
         return max([tier.put(keys, rows) for tier in tiers])
 
     def describe(self, namespace: bytes, description: Mapping[str, Any], *, create: bool) -> None:
-        """Have the tiers keep a newer description of a namespace.
+        """Update the description of a namespace in the tiers.
 
-        A tier that has none yet gets it with the first rows, or at once with `create`.
+        A tier without one gets it with the first rows, or at once with `create`.
         """
         if namespace in self._users.described:
             self._users.describe(namespace, description)
@@ -237,7 +237,7 @@ class TierStack:
         return {} if directory is None else directory.fingerprint(namespace.hex())
 
     def forget(self, namespace: bytes) -> None:
-        """Let go of the rows of a namespace that would not outlive the caches."""
+        """Forget the rows of a namespace in tiers that are not lasting."""
         for tier in self._tiers:
             tier.let_go(namespace)
 
@@ -247,8 +247,8 @@ class TierStack:
 
     def drop(self, namespace: bytes) -> None:
         """Delete the rows of a namespace everywhere."""
-        # The slowest tier comes first: rows that `get` has read from it before are then either in a faster
-        # tier already, which comes next, or are not offered any more.
+        # The slowest tier first: rows that `get` read from it before are then either in a faster tier, which
+        # comes next, or are no longer offered.
         places: list[Tier | Room] = [*reversed(self.tiers), *self.rooms]
         for place in places:
             place.drop(namespace)
@@ -258,11 +258,11 @@ class TierStack:
             self._drops[namespace] = object()
 
     def _last_drop(self, namespace: bytes) -> tuple[object, object]:
-        """A value that is another one after each drop of a namespace."""
+        """A value that changes with each drop of a namespace."""
         return self._drops.get(namespace), self._drops_forgotten
 
     def flush(self) -> None:
-        """Return when all rows are as durable as the tiers make them."""
+        """Return once all rows are as durable as the tiers make them."""
         for tier in self._tiers:
             tier.flush()
 
@@ -274,19 +274,19 @@ class TierStack:
         return dict(counts)
 
     def join(self, cache: NamespaceUser) -> None:
-        """Count a cache as a user of these tiers, as long as it lives."""
+        """Register a cache as a user of these tiers, as long as it lives."""
         self._users.add(cache)
 
     def leave(self, cache: NamespaceUser) -> None:
-        """Count a closed cache no longer; the tiers are closed with the last one."""
+        """Unregister a closed cache; closes the tiers with the last one."""
         with self._lock():
             is_last, opened = self._users.discard(cache), None
             tiers, finalizer = self._tiers, self._finalizer
             if is_last:
                 self._tiers, self._finalizer = (), None
                 opened, self._opened = self._opened, None
-        # The lock is released before tiers take theirs: the garbage collector may call this in a thread that
-        # has the lock of a tier, and that thread waits for ours.
+        # Release our lock before tiers take theirs: the garbage collector may call this in a thread that
+        # holds a tier's lock.
         if not is_last:
             for tier in tiers:
                 if tier.is_lasting:

@@ -12,7 +12,7 @@ from torchcache2.core.process import ProcessLock
 from torchcache2.core.sizes import size_text
 
 _UNKNOWN = "not known: no miss was timed"
-# Counts of each cache by itself; the others are those of tiers, which several caches may share.
+# Counts of one cache; the others are of tiers, which several caches may share.
 ADDED_UP = (
     *("hits", "misses", "received", "sent", "exchange_seconds"),
     *("verified", "mismatched", "seconds_computed"),
@@ -30,9 +30,9 @@ class CacheStats:
     misses : int
         Items that were computed and offered to the cache.
     waited : int
-        Hits that another rank computed while this one waited, of all caches that share the budget.
+        Hits that another rank computed while this one waited; of all caches that share the budget.
     taken_over : int
-        Items that this rank computed because another one, which had claimed them, ended or failed.
+        Items that this rank computed because the rank that had claimed them ended or failed.
     received, sent : int
         With ``distributed="collective"``: hits whose rows came from other ranks, and rows sent to them.
     exchange_seconds : float
@@ -40,26 +40,26 @@ class CacheStats:
     bypasses : mapping of str to int
         Items that were computed and not stored, by reason.
     evictions : int
-        Rows forgotten to make room, by all caches that share the budget; without those that other ranks own.
+        Rows forgotten to make room, in all caches that share the budget; without replicas.
     memory_rows : int
         Rows in the memory tier, of all caches that share the budget.
     memory_bytes : int
         Bytes that the memory tier has allocated.
     disk_rows : int
-        Rows on disk, in the bucket below, or waiting to be written, of the namespaces that were asked for, of
-        all caches that share the budget.
+        Rows on disk, in the bucket below, or waiting to be written, in the namespaces used so far by caches
+        that share the budget.
     disk_bytes : int
         Bytes of the whole cache directory; 0 before the first rows are sealed there.
     disk_evictions : int
-        Rows that were deleted from the directory to make room.
+        Rows deleted from the directory to make room.
     remote_rows : int
-        Rows on Redis servers, whoever put them.
+        Rows on Redis servers, from all programs.
     remote_bytes : int
         Bytes of memory that the servers use.
     remote_evictions : int
         Rows that the servers have forgotten to make room.
     bytes_up, bytes_down : int
-        Bytes that this process has sent to a bucket, and got from there.
+        Bytes that this process has uploaded to and downloaded from a bucket.
     corrupt : int
         Damaged rows and files. The files are set aside, and the items are computed again.
     faults : int
@@ -71,10 +71,10 @@ class CacheStats:
     seconds_computed : float
         Time spent in the plain forward, without bypasses.
     seconds_saved : float or None
-        An estimate: hits times the time of a miss, less the time that the cache itself took. A miss takes the
-        median of the last batches that were computed, so that first calls and compilation do not count.
-        It is negative where caching costs more than it saves. None if there were hits, but no miss that says
-        what they would have cost, as in a second run that finds everything.
+        An estimate: hits times the time of a miss, minus the time that the cache itself took. The time of a
+        miss is the median over the last computed batches, so that first calls and compilation do not count.
+        Negative if caching costs more than it saves. None if there were hits but no misses to tell their
+        cost, as in a second run that finds everything.
     """
 
     __module__ = "torchcache2"
@@ -112,7 +112,7 @@ class CacheStats:
         return self.hits / asked if asked else 0.0
 
     def _lines(self) -> list[tuple[str, str]]:
-        """Names and texts of the lines; tiers that are not used have none."""
+        """Names and texts of the lines; unused tiers have none."""
         bypasses = ", ".join(f"{reason} {count:,}" for reason, count in self.bypasses.items())
         on_disk = f"{size_text(self.disk_bytes)} in the directory" if self.disk_bytes else "not sealed yet"
         evicted = f", {self.remote_evictions:,} evicted" if self.remote_evictions else ""
@@ -161,7 +161,7 @@ class Counters:
         self.hits = self.misses = self.received = self.sent = self.verified = self.mismatched = 0
         self.exchange_seconds = self.seconds_computed = self.seconds_spent = 0.0
         self.bypasses: dict[str, int] = {}
-        self._paces: deque[float] = deque(maxlen=101)  # seconds for a row, of the last batches computed
+        self._paces: deque[float] = deque(maxlen=101)  # seconds per row in the last computed batches
 
     def count(self, *, hits: int, misses: int, computed: int, seconds: float, spent: float) -> None:
         """Add one batch: `computed` rows in `seconds`, and `spent` seconds on caching them."""
@@ -187,7 +187,7 @@ class Counters:
     def stats(self, **tiers: int) -> CacheStats:
         """The counts so far, and those of the tiers."""
         with self._lock():
-            # Of two batches, this is the faster one, since the other may have compiled something.
+            # `median_low`: of two batches the faster one, as the other may have compiled.
             pace = median_low(self._paces) if self._paces else 0.0
             saved = (self.hits - self.verified) * pace - self.seconds_spent
             return CacheStats(

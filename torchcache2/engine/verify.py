@@ -1,8 +1,8 @@
-"""Whether rows that were found equal the same rows computed again.
+"""Compares found rows with the same rows computed again.
 
 A forward may round differently for another batch size, so floating-point columns are compared with a
-tolerance: the square root of the precision of the coarsest dtype involved, relative to the largest
-magnitude in the row (3e-4 for float32, 3e-2 for float16, 9e-2 for bfloat16). Everything else has to be equal.
+tolerance: the square root of the precision of the coarsest dtype involved, relative to the largest magnitude
+in the row (3e-4 for float32, 3e-2 for float16, 9e-2 for bfloat16). Everything else must be equal.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchcache2.core.rows import Leaf, Rows
 from torchcache2.engine.values.outputs import ItemRows, entry_parts
 
 _PLACES = ("cpu", "cuda")
-_DOUBLES = ("float", "complex")  # values that are kept as the bytes of float64
+_DOUBLES = ("float", "complex")  # kinds of values stored as bytes of float64
 
 
 Differences = np.ndarray[Any, np.dtype[np.float64]]
@@ -29,8 +29,7 @@ Differences = np.ndarray[Any, np.dtype[np.float64]]
 def differences(old: Rows, fresh: Rows, dtypes: Collection[torch.dtype] = ()) -> Differences:
     """The largest difference in each row, or 0 if it is within the tolerance.
 
-    It is infinite if the schemas differ, or if values differ that are no numbers. `dtypes` are those that
-    the rows were computed from.
+    Infinite if the schemas differ, or values that are no numbers. `dtypes` are the inputs' dtypes.
     """
     if old.schema != fresh.schema:
         return np.full(len(old), np.inf)
@@ -41,7 +40,7 @@ def differences(old: Rows, fresh: Rows, dtypes: Collection[torch.dtype] = ()) ->
 def leaf_differences(
     old: Rows, fresh: Rows, dtypes: Collection[torch.dtype] = (), *, power: float = 0.5
 ) -> dict[str, Differences]:
-    """The same for each leaf, by its path, of rows of one schema.
+    """Like `differences`, but for each leaf, by path; for rows of one schema.
 
     The tolerance is the precision to this `power`: 0.5 is the square root.
     """
@@ -58,7 +57,7 @@ def leaf_differences(
 def _entry_differences(
     old: ItemRows, fresh: ItemRows, dtypes: Collection[torch.dtype], power: float
 ) -> Differences:
-    """The largest difference of the entries of each item, in lists with an entry for each."""
+    """The largest difference of each item's entries, in lists with an entry per item."""
     apart = np.full(len(old), np.inf)
     theirs = entry_parts(fresh)
     for positions, rows in entry_parts(old):
@@ -90,17 +89,17 @@ def _column_differences(
     else:
         precision = 0.0
         same = left == right
-        # The least difference is 1, as two large integers that differ may be the same as float64.
+        # At least 1, as two different large integers may be equal as float64.
         apart = (left.double() - right.double()).abs().clamp_min(1.0)
     apart = torch.where(same, 0.0, apart).amax(1)
     scale = torch.maximum(left.abs(), right.abs()).nan_to_num(0.0, 0.0).amax(1) if precision else 0.0
-    # The last term is for numbers that cancel each other out: what is left of them is noise.
+    # The last term allows for cancellation, which leaves noise.
     within = apart <= precision**power * scale + precision**2
     return torch.where(within, 0.0, apart)
 
 
 def _precision(leaf: Leaf, dtypes: Collection[torch.dtype]) -> float:
-    """The relative precision of the coarsest dtype that the values of a column have passed through."""
+    """The relative precision of the coarsest dtype involved in a column's values."""
     kept = [leaf.dtype, leaf.stored] if leaf.kind == "tensor" else [torch.float64]
     kept += [torch.get_autocast_dtype(place) for place in _PLACES if torch.is_autocast_enabled(place)]
     inexact = [dtype for dtype in (*kept, *dtypes) if dtype.is_floating_point or dtype.is_complex]

@@ -20,15 +20,15 @@ from torchcache2.core.errors import require
 from torchcache2.core.keys import Array, Bytes, Bytes2D
 from torchcache2.files.errors import DamagedError
 
-MOST_PART = (1 << 31) - 64  # bytes of a lane in one block: sizes have 31 bits, and a chunk has a header
+MOST_PART = (1 << 31) - 64  # most bytes of a lane in one block: sizes have 31 bits, and chunks a header
 _U32 = struct.Struct("<I")
 _WORDS = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
 
 
 class Lane(NamedTuple):
-    """How the bytes of a leaf are split: a part for each byte of an element, of which there are `width`.
+    """How the bytes of a leaf are split into planes: one for each of the `width` bytes of an element.
 
-    The width is 1, 2, 4 or 8. If elements are `rotated` first, the sign bit goes to the end, so that the
+    The width is 1, 2, 4 or 8. If elements are `rotated` first, the sign bit moves to the end, so that the
     exponent fills one byte.
     """
 
@@ -42,7 +42,7 @@ _LANES = {
     torch.bfloat16: Lane(2, True),
     torch.complex64: Lane(4, True),
     torch.complex128: Lane(8, True),
-    # Rotated or not, their exponent shares a byte with the mantissa, so that rotation saves nothing.
+    # Their exponent shares a byte with the mantissa anyway, so rotation saves nothing.
     torch.float16: Lane(2, False),
     torch.complex32: Lane(2, False),
     **{dtype: Lane(2, False) for dtype in (torch.int16, torch.uint16)},
@@ -52,12 +52,12 @@ _LANES = {
 
 
 def lane(dtype: torch.dtype) -> Lane:
-    """How a leaf that is stored as `dtype` is split; one of an unknown dtype is not split."""
+    """How to split a leaf stored as `dtype`; unknown dtypes are not split."""
     return _LANES.get(dtype, Lane(1, False))
 
 
 class _Group(NamedTuple):
-    """The leaves of a block that have one lane; their parts lie one after another, in `size` bytes."""
+    """The leaves of a block with the same lane; their parts are joined, in `size` bytes."""
 
     lane: Lane
     leaves: list[int]
@@ -65,7 +65,7 @@ class _Group(NamedTuple):
 
 
 def _groups(lanes: Sequence[Lane], sizes: Sequence[int]) -> list[_Group]:
-    """The leaves by lane, in the order of the first one of each; leaves without bytes are in no group."""
+    """The leaves by lane, in order of first appearance; without leaves that have no bytes."""
     found: dict[Lane, list[int]] = {}
     for leaf, (split, size) in enumerate(zip(lanes, sizes, strict=True)):
         if size:
@@ -73,13 +73,13 @@ def _groups(lanes: Sequence[Lane], sizes: Sequence[int]) -> list[_Group]:
     return [_Group(split, leaves, sum(sizes[leaf] for leaf in leaves)) for split, leaves in found.items()]
 
 
-# The pieces that are compressed, by lane and number.
-_Pieces = list[tuple[int, Bytes]]  # with their numbers
+# The pieces to compress, by lane and number.
+_Pieces = list[tuple[int, Bytes]]  # numbered pieces
 Plan = frozenset[tuple[Lane, int]]
 
 
 class Codec:
-    """Turns the parts of a block, one for each leaf, into bytes and back. Any thread may use it.
+    """Converts the parts of a block, one for each leaf, to bytes and back. Thread-safe.
 
     Parts are contiguous, uint8 of shape ``(bytes,)``.
     """
@@ -87,18 +87,18 @@ class Codec:
     name: str
 
     def plan(self, blocks: Iterable[Sequence[Bytes]], lanes: Sequence[Lane]) -> Plan:
-        """What to compress in blocks that are like these."""
+        """Decide what to compress in blocks like these."""
         return frozenset()
 
     def encode(self, parts: Sequence[Bytes], lanes: Sequence[Lane], plan: Plan | None = None) -> bytes:
-        """The block of these parts; `ValueError` if those of a lane have 2 GiB or more.
+        """The block of these parts; `ValueError` if a lane's parts have 2 GiB or more.
 
-        The `plan` saves trying what gets smaller; whoever decodes need not know it.
+        The `plan` saves trying what compresses well; decoding does not need it.
         """
         raise NotImplementedError
 
     def decode(self, block: bytes | memoryview, outs: Sequence[Bytes], lanes: Sequence[Lane]) -> None:
-        """Fill `outs` from a block; `DamagedError` if it does not hold exactly that."""
+        """Fill `outs` from a block; `DamagedError` if it does not fit exactly."""
         self.decode_all([block], [out[None] for out in outs], lanes)
 
     def decode_all(
@@ -106,8 +106,8 @@ class Codec:
     ) -> None:
         """Fill `outs` from n blocks of equal sizes: for each leaf, uint8 ``(n, bytes of its part)``.
 
-        `DamagedError` if a block does not hold exactly that. Whatever blocks say, memory beside `outs` stays
-        within a few times theirs.
+        `DamagedError` if a block does not fit exactly. Even for damaged blocks, memory besides `outs` is at
+        most a few times their size.
         """
         raise NotImplementedError
 
@@ -144,26 +144,26 @@ def _joined(parts: Sequence[Bytes], group: _Group) -> Bytes:
     return np.concatenate([parts[leaf] for leaf in group.leaves])
 
 
-# Brotli. A block begins with a head for each group: how many of its elements are not zero, or that it has no
-# bitmap, and which of its pieces are compressed. The pieces of a group are the bitmap and the byte planes of
-# its elements, without zeros if there is a bitmap. First come all raw pieces, and then the others, as one
-# stream.
+# Brotli. A block begins with a head for each group: its number of nonzero elements (or a mark for no bitmap),
+# and which of its pieces are compressed. The pieces of a group are the bitmap and the byte planes of its
+# elements, without zeros if there is a bitmap. After the heads come all raw pieces, then the compressed ones
+# as one stream.
 
 _HEAD = struct.Struct("<IH")
 _NO_BITMAP = 0xFFFFFFFF
-_BITMAP = 15  # the number of that piece, and its bit; planes are numbered from 0
+_BITMAP = 15  # the bitmap's number and flag bit; planes are numbered from 0
 _ZEROS_WORTH_A_BITMAP = 0.08
 _WORTH_BROTLI = 0.95
 _WINDOW = 18
-_WIDE_WINDOWS = frozenset(range(5, 16, 2))  # first four bits of a brotli stream: a window over 2^18 bytes
+_WIDE_WINDOWS = frozenset(range(5, 16, 2))  # first four bits of brotli streams with a window over 2^18 bytes
 
 
 class _Spans(NamedTuple):
-    """Where the pieces of a block are, as its heads say.
+    """Where a block's pieces are, according to its heads.
 
-    `groups` have, for each, the number of nonzero elements or -1, and the spans of its pieces, the bitmap's
-    first if there is one: whether it is in the stream, its begin and its end. Raw pieces end at `raw_end`;
-    the stream holds `packed` bytes.
+    `groups` has, for each group, the number of nonzero elements or -1, and the spans of its pieces (the
+    bitmap first): whether it is in the stream, its start and end. Raw pieces end at `raw_end`; the stream
+    decompresses to `packed` bytes.
     """
 
     groups: list[tuple[int, list[tuple[bool, int, int]]]]
@@ -172,7 +172,7 @@ class _Spans(NamedTuple):
 
 
 class Brotli(Codec):
-    """Byte planes, without the zeros if there are many: those that get smaller as one stream of brotli."""
+    """Byte planes, without zeros if there are many; those that compress well form one brotli stream."""
 
     name = "brotli"
 
@@ -180,7 +180,7 @@ class Brotli(Codec):
         self._quality = quality
 
     def plan(self, blocks: Iterable[Sequence[Bytes]], lanes: Sequence[Lane]) -> Plan:
-        """Those pieces that get smaller by 5 %."""
+        """The pieces that get at least 5 % smaller."""
         sizes: dict[tuple[Lane, int], tuple[int, int]] = {}
         for parts in blocks:
             for split, _, pieces in _pieces(parts, lanes):
@@ -210,7 +210,7 @@ class Brotli(Codec):
         if packed:
             compressor = brotli.Compressor(quality=self._quality, lgwin=_WINDOW)
             for i, data in enumerate(packed):
-                # Each plane has its own statistics, so each gets meta-blocks of its own.
+                # Each plane has its own statistics, so give it its own meta-blocks.
                 stream += [compressor.flush() if i else b"", compressor.process(data.data)]
             stream.append(compressor.finish())
         return b"".join([*heads, *raw, *stream])
@@ -218,7 +218,7 @@ class Brotli(Codec):
     def decode_all(
         self, blocks: Sequence[bytes | memoryview], outs: Sequence[Bytes2D], lanes: Sequence[Lane]
     ) -> None:
-        """Decompress each block, and put the planes of all of them together."""
+        """Decompress each block, and join the planes of all of them."""
         groups = _groups(lanes, [out.shape[1] for out in outs])
         size = len(groups) * _HEAD.size
         data = [memoryview(block) for block in blocks]
@@ -228,7 +228,7 @@ class Brotli(Codec):
         streams = [_stream(one, span) for one, span in zip(data, spans, strict=True)]
         for number, group in enumerate(groups):
             full, pieces = spans[0].groups[number]
-            if len(known) == 1 and full < 0:  # all pieces are at the same places
+            if len(known) == 1 and full < 0:  # all pieces have the same places
                 raw = _table([one[size : spans[0].raw_end] for one in data])
                 packed = _table(streams)
                 planes = [packed[:, a:b] if p else raw[:, a - size : b - size] for p, a, b in pieces]
@@ -254,14 +254,14 @@ def _table(buffers: list[memoryview]) -> Bytes2D:
 
 
 def _stream(data: memoryview, spans: _Spans) -> memoryview:
-    """What the stream of a block holds; `DamagedError` if the block has not the size that its heads say."""
+    """Decompress a block's stream; `DamagedError` if the block's size contradicts its heads."""
     if spans.raw_end > len(data) or (not spans.packed and spans.raw_end != len(data)):
         raise DamagedError(f"a block of {len(data)} bytes")
     return _decompressed(data[spans.raw_end :], spans.packed) if spans.packed else data[:0]
 
 
 def _pieces(parts: Sequence[Bytes], lanes: Sequence[Lane]) -> Iterator[tuple[Lane, int, _Pieces]]:
-    """For each group its lane, how many elements are not zero, or `_NO_BITMAP`, and its numbered pieces."""
+    """For each group its lane, number of nonzero elements or `_NO_BITMAP`, and numbered pieces."""
     for group in _groups(lanes, [len(part) for part in parts]):
         width, rotated = group.lane
         words: Array = _joined(parts, group).view(_WORDS[width])
@@ -280,7 +280,7 @@ def _pieces(parts: Sequence[Bytes], lanes: Sequence[Lane]) -> Iterator[tuple[Lan
 
 
 def _spans(head: bytes, groups: Sequence[_Group]) -> _Spans:
-    """What the heads of a block say; `DamagedError` if it cannot be."""
+    """Parse the heads of a block; `DamagedError` if they are impossible."""
     if len(head) < len(groups) * _HEAD.size:
         raise DamagedError("a block that ends too early")
     raw_end, packed, found = len(head), 0, []
@@ -310,7 +310,7 @@ def _assemble(
     pieces: list[Array],
     fulls: list[int] | None,
 ) -> None:
-    """Fill these rows of the outputs of a group from the pieces of their blocks, one block after another."""
+    """Fill rows of a group's outputs from the pieces of their blocks, block by block."""
     (width, rotated), count = group.lane, group.size // group.lane.width
     whole = outs[group.leaves[0]]
     is_direct = len(group.leaves) == 1 and len(rows) == len(whole)
@@ -349,12 +349,12 @@ def _merge(planes: Sequence[Array], rotated: bool, words: Array) -> None:
 
 
 def _decompressed(stream: memoryview, size: int) -> memoryview:
-    """The `size` bytes that a stream of brotli holds."""
+    """Decompress a brotli stream to `size` bytes."""
     if not len(stream) or stream[0] & 0xF in _WIDE_WINDOWS:
         raise DamagedError(f"no brotli stream for {size} bytes, or one with too large a window")
     decompressor = brotli.Decompressor()
     try:
-        # The limit is one byte too large: at the limit, brotli may stop without having seen the end.
+        # One byte more than needed: at the limit, brotli may stop before the end of the stream.
         found = decompressor.process(stream, output_buffer_limit=size + 1)
     except brotli.error as error:
         raise DamagedError(str(error)) from None
@@ -363,16 +363,15 @@ def _decompressed(stream: memoryview, size: int) -> memoryview:
     return memoryview(found)
 
 
-# Blosc2. A block has for each group the bytes of a chunk, u32, and the chunk; or, if a chunk would be no
-# smaller, the bytes of the group with bit 31 set, and these as they are.
-#
-# The header of a chunk: version, zstd's version, flags, type size, bytes held, bytes of a part of them, bytes
-# of the chunk; six filters, codec, its setting, six filter settings, a reserved byte; more flags.
+# Blosc2. For each group, a block has the chunk's size, u32, and the chunk; or, if that would be no smaller,
+# the raw size with bit 31 set, and the raw bytes. The header of a chunk: version, zstd's version, flags, type
+# size, bytes held, bytes of a part of them, bytes of the chunk; six filters, codec, its setting, six filter
+# settings, a reserved byte; more flags.
 _HEADER = struct.Struct("<BBBBIII15sB")
 _CHUNK_VERSION = 5
-_CHUNK_FLAGS = (0x07, 0x85, 0x87, 0x95, 0x97)  # they say: a long header, zstd or raw, planes apart or not
+_CHUNK_FLAGS = (0x07, 0x85, 0x87, 0x95, 0x97)  # a long header, zstd or raw, split planes or not
 _PIPELINE = bytes([1, 0, 0, 0, 0, 0, 5, 0, 0, 0, 0, 0, 0, 0, 0])  # shuffle, then zstd
-_ZEROS = 0x10  # the chunk is zeros, and has no bytes after the header
+_ZEROS = 0x10  # all zeros: no bytes after the header
 _RAW = 1 << 31
 _WORTH_THREADS = 1 << 19  # bytes of a part
 
@@ -383,7 +382,7 @@ class Blosc2(Codec):
     name = "blosc2"
 
     def __init__(self, level: int = 1) -> None:
-        # Its import takes 0.3 s and two threads, so only those who want it wait for it.
+        # Imported only if used, as that takes 0.3 s and two threads.
         self._library = require("blosc2", "blosc2", "compression='blosc2'")
         self._level = level
 
@@ -426,7 +425,7 @@ class Blosc2(Codec):
                 raise DamagedError(f"{len(data) - at} bytes after the last part")
 
     def _decode(self, data: memoryview, at: int, out: Bytes, width: int) -> int:
-        """Fill `out` from the group that begins at `at`; where it ends."""
+        """Fill `out` from the group that begins at `at`; returns its end."""
         begin = at + _U32.size
         if begin > len(data):
             raise DamagedError("a block that ends too early")
@@ -446,7 +445,7 @@ class Blosc2(Codec):
 
 
 def _threads(size: int) -> dict[str, int]:
-    """Threads cost more than they bring to small parts; their number is the library's setting."""
+    """No threads for small parts, where they cost more than they save."""
     return {"nthreads": 1} if size < _WORTH_THREADS else {}
 
 

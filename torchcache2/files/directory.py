@@ -135,7 +135,7 @@ def contents_of(namespace: str, listing: list[FileInfo]) -> Contents:
 
 
 def is_ours(info: FileInfo) -> bool:
-    """Whether something in the directory is the cache's own."""
+    """Whether a name in the directory belongs to the cache."""
     if info.is_folder:
         return NAMESPACE_NAME.fullmatch(info.name) is not None
     is_known = info.name in (TAG, LOCK, RUNS, MIRROR, ASKED) or NOTE_NAME.fullmatch(info.name) is not None
@@ -143,19 +143,19 @@ def is_ours(info: FileInfo) -> bool:
 
 
 def is_left_over(name: str) -> bool:
-    """Whether a file of this name was set aside, or is being written, or was left by a dead writer."""
+    """Whether a file of this name was set aside, is being written, or was left by a dead writer."""
     return bool(_LEFT_OVER.fullmatch(name) or _TEMPORARY_TEXT.fullmatch(name))
 
 
 def stated_format(tag: bytes) -> int | None:
     """The format that a ``CACHEDIR.TAG`` states; None if it is another program's."""
     match = _IS_OURS.search(tag)
-    # `int` refuses a text of thousands of digits; its first digits show that the format is unknown.
+    # `int` refuses thousands of digits; the first ones suffice to see an unknown format.
     return int(match[1][:_MOST_DIGITS]) if match else None
 
 
 def check_format(place: str, number: int) -> None:
-    """Raise `NewerFormatError` if this version does not know the format that a place states."""
+    """Raise `NewerFormatError` if this version does not know a place's format."""
     if number != FORMAT_VERSION:
         raise NewerFormatError(
             f"{place} has format {number}, and this version of torchcache2 knows format {FORMAT_VERSION}: "
@@ -171,7 +171,7 @@ _TRIES, _BETWEEN_TRIES = 20, 0.005  # seconds
 
 
 class CacheDirectory:
-    """A folder of segments; its path may be a URL, if the file system knows what to do with it."""
+    """A folder of segments; its path may be a URL, if the file system supports it."""
 
     def __init__(self, path: str, fs: FileSystem) -> None:
         self.path = path if is_url(path) else os.path.abspath(path)
@@ -180,9 +180,8 @@ class CacheDirectory:
     def check(self) -> None:
         """Raise an error if the path cannot be a cache directory.
 
-        That is an `OptionError` if it is a file, a folder with somebody else's files, or a path that no
-        folder can have; a `NewerFormatError` if a later version of the format is there; an `OSError` if it
-        cannot be read.
+        `OptionError` if it is a file, a folder with another program's files, or an impossible path;
+        `NewerFormatError` if it has a later version of the format; `OSError` if it cannot be read.
         """
         try:
             listing = self.fs.listing(self.path)
@@ -195,7 +194,7 @@ class CacheDirectory:
             if error.errno not in _NO_PATH:
                 raise
             raise OptionError(f"{self.path!r} cannot be a cache directory: {error.strerror}") from None
-        # Before `format`, as it may appear meanwhile. What a power cut has left empty is replaced.
+        # Before `format`, as the tag may appear meanwhile. A tag left empty by a power cut is replaced.
         has_tag = self.fs.exists(os.path.join(self.path, TAG)) and not self._has_empty_tag(listing)
         tag = self.format()
         if tag is None:
@@ -210,7 +209,7 @@ class CacheDirectory:
             check_format(repr(self.path), tag)
 
     def create(self) -> None:
-        """Make the folder, and the file that says that it is a cache."""
+        """Make the folder, and the tag that marks it as a cache."""
         self._make_folder(self.path)
         if self.format() is None:
             is_empty = self._has_empty_tag(self.fs.listing(self.path))
@@ -245,7 +244,7 @@ class CacheDirectory:
         return found
 
     def changed(self, namespace: bytes) -> int:
-        """When files of a namespace came or went last, in nanoseconds; 0 if there are none."""
+        """When a namespace's folder last changed, in nanoseconds; 0 if there is none."""
         try:
             return self.fs.changed(self.folder(namespace))
         except FileNotFoundError:
@@ -254,14 +253,14 @@ class CacheDirectory:
     def prepare(self, namespace: bytes, fingerprint: Mapping[str, Any]) -> None:
         """Make a namespace's folder, and the file that describes it.
 
-        The name of that file is on the disk when the folder is synced, as it is after each segment.
+        The file's name is on disk once the folder is synced, as after each segment.
         """
         folder = self.folder(namespace)
         is_new = self._make_folder(folder)
         path = os.path.join(folder, FINGERPRINT)
         if not self.fs.exists(path):
             if not is_new:
-                self.fs.sync_folder(self.path)  # the process that made the folder may have died before this
+                self.fs.sync_folder(self.path)  # its maker may have died before this
             document = {"format_version": FORMAT_VERSION, "namespace": namespace.hex(), **fingerprint}
             self._write(path, json.dumps(document, indent=1, sort_keys=True).encode())
 
@@ -277,8 +276,8 @@ class CacheDirectory:
     def describe(self, namespace: bytes, fingerprint: Mapping[str, Any], *, create: bool) -> bool:
         """Add the results of probes to ``fingerprint.json``; returns whether that changed anything.
 
-        The file is not modified but replaced. Users of the namespace have the old file locked: it stays under
-        a temporary name until they let go of it. With `create`, a file is made if there is none.
+        Replaces the file rather than modifying it. Users of the namespace hold locks on the old file: it
+        keeps a temporary name until they release it. With `create`, makes the file if there is none.
         """
         before = self.fingerprint(namespace.hex())
         if not before:
@@ -291,22 +290,22 @@ class CacheDirectory:
         probed = {**found, **fingerprint.get("probed", {}), **dependent}
         hold = self.hold(namespace) if probed != found else None
         if hold is None:
-            return False  # there is nothing new, or somebody is deleting the namespace
+            return False  # nothing new, or another process is deleting the namespace
         path = os.path.join(self.folder(namespace), FINGERPRINT)
         text = json.dumps({**before, "probed": probed}, indent=1, sort_keys=True)
         try:
             self.fs.link(path, f"{path}.{ulid()}")
             self._write(path, text.encode(), replaces=True)
-        except FileNotFoundError:  # somebody has deleted the namespace although it is in use
+        except FileNotFoundError:  # the namespace was deleted although in use
             return False
         return True
 
     def enter(self, namespace: bytes, fingerprint: Mapping[str, Any]) -> Descriptor | None:
-        """Make a namespace's folder, and count as its user as long as the result exists.
+        """Make a namespace's folder, and mark it as in use as long as the result exists.
 
-        None if others delete the folder again and again. A writer needs this, as a new namespace is the first
-        to be deleted when somebody makes room. `StrangeFileError` if there is something else in the place of
-        the folder or its ``fingerprint.json``.
+        None if other processes keep deleting the folder. Writers need this, as a new, unused namespace is the
+        first to be deleted for room. `StrangeFileError` if the folder or its ``fingerprint.json`` is
+        something else.
         """
         for _ in range(_ENTERINGS):
             with contextlib.suppress(FileNotFoundError, FileExistsError):  # another process deletes it
@@ -321,10 +320,10 @@ class CacheDirectory:
         return None
 
     def hold(self, namespace: bytes, *, patient: bool = True) -> Descriptor | None:
-        """Count as a user of a namespace as long as the result exists.
+        """Mark a namespace as in use as long as the result exists.
 
-        None if the namespace has no files, or if another process is deleting it; a `patient` caller waits
-        0.1 s for that.
+        None if the namespace has no files, or another process is deleting it, for which a `patient` caller
+        waits 0.1 s.
         """
         path = os.path.join(self.folder(namespace), FINGERPRINT)
         for left in reversed(range(_TRIES if patient else 2)):
@@ -337,17 +336,17 @@ class CacheDirectory:
                     return file
                 continue  # another file has this name now
             if left and patient:
-                time.sleep(_BETWEEN_TRIES)  # a process that asks whether it is in use locks it for a moment
+                time.sleep(_BETWEEN_TRIES)  # a process that checks for users locks it briefly
         return None  # a process is deleting the namespace
 
     def set_aside(self, path: str) -> None:
-        """Rename a damaged segment so that nobody reads it; replaces one that was set aside before."""
+        """Rename a damaged segment so that no process reads it; replaces one set aside before."""
         if self.fs.exists(path + CORRUPT) and not self.fs.is_file(path + CORRUPT):
             raise StrangeFileError(path + CORRUPT)
         self.fs.rename(path, path + CORRUPT)
 
     def lock_path(self) -> str:
-        """The file that is locked by whoever deletes; `StrangeFileError` if it is no regular file."""
+        """The file that deleting processes lock; `StrangeFileError` if it is no regular file."""
         path = os.path.join(self.path, LOCK)
         if not self.fs.is_file(path):
             with contextlib.suppress(FileExistsError):
@@ -357,7 +356,7 @@ class CacheDirectory:
         return path
 
     def is_writable(self) -> bool:
-        """Whether files can be written beside the folders of the namespaces; writes one, and deletes it."""
+        """Whether files can be written beside the namespaces' folders; tries it."""
         try:
             self._make_folder(self.path)
             self.fs.listing(self.path)
@@ -373,7 +372,7 @@ class CacheDirectory:
         return True
 
     def format(self) -> int | None:
-        """The format that ``CACHEDIR.TAG`` states; None if it does not say that this is a cache."""
+        """The format stated in ``CACHEDIR.TAG``; None if it does not mark a cache."""
         try:
             return stated_format(self.fs.read_file(os.path.join(self.path, TAG), _MOST_TEXT))
         except (FileNotFoundError, NotADirectoryError, StrangeFileError, DamagedError):
@@ -381,11 +380,11 @@ class CacheDirectory:
 
     @staticmethod
     def _has_empty_tag(listing: list[FileInfo]) -> bool:
-        """Whether ``CACHEDIR.TAG`` is a file without a byte."""
+        """Whether ``CACHEDIR.TAG`` is an empty file."""
         return any(info.name == TAG and not info.is_folder and info.size == 0 for info in listing)
 
     def _make_folder(self, path: str) -> bool:
-        """Make a folder, and those above it, so that a power cut does not take their names.
+        """Make a folder and its parents, so that their names survive a power cut.
 
         Returns whether it is new.
         """
@@ -399,7 +398,7 @@ class CacheDirectory:
         return bool(missing)
 
     def _write(self, path: str, data: bytes, *, replaces: bool = False) -> None:
-        """Write a small file; one that is there already stays, unless this one `replaces` it."""
+        """Write a small file; an existing one stays, unless this one `replaces` it."""
         with contextlib.suppress(FileExistsError):
             content = [memoryview(data)]
             write_whole(self.fs, path, content, stem=f"{path}.", replaces=replaces, sync_name=False)
@@ -409,7 +408,7 @@ _VALUE = re.compile(rb"[0-9a-f]{32}")
 
 
 class Notes:
-    """Values of 16 bytes by keys of 16 bytes; nothing is remembered without a `folder`, a cache directory."""
+    """Remembers 16-byte values by 16-byte keys in a cache directory, `folder`; None: remembers nothing."""
 
     def __init__(self, folder: str | None) -> None:
         self._directory = None if folder is None else CacheDirectory(folder, FileSystem())
@@ -425,9 +424,9 @@ class Notes:
         return bytes.fromhex(text.decode()) if _VALUE.fullmatch(text) else None
 
     def put(self, key: bytes, value: bytes) -> bytes:
-        """Remember a value, unless there is one; the one that counts from then on.
+        """Remember a value, unless there is one; returns the remembered one.
 
-        A fault of the disk is one warning, and the value of this process.
+        A fault of the disk causes a warning, and returns this process's value.
         """
         directory = self._directory
         if directory is None:
@@ -436,13 +435,13 @@ class Notes:
             directory.check()
             directory.create()
             path, data = self._path(directory, key), value.hex().encode()
-            for replaces in (False, self.get(key) is None):  # what cannot be read is replaced
+            for replaces in (False, self.get(key) is None):  # replace an unreadable one
                 with contextlib.suppress(FileExistsError):
                     write_whole(directory.fs, path, [memoryview(data)], stem=f"{path}.", replaces=replaces)
                 if (found := self.get(key)) is not None:
                     return found
         except (OptionError, NewerFormatError):
-            pass  # the tiers say so
+            pass  # the tiers report it
         except OSError as error:
             log = logger.debug if is_read_only(error) else logger.warning
             log("a digest cannot be remembered in %s, and is computed again: %s", directory.path, error)

@@ -1,6 +1,6 @@
 """The errors of reading and writing a cache directory.
 
-None of them reaches a user: the tier counts them as misses, and the commands of ``torchcache2`` report them.
+They never reach a training loop: tiers count them as misses, and the commands of ``torchcache2`` report them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class NewerFormatError(UnreadableError):
 
 
 class AwayError(OSError):
-    """Bytes of a bucket that fails now, as the user has been warned."""
+    """Bytes in a bucket that fails now; the user has been warned."""
 
 
 class TooLargeError(UnreadableError):
@@ -27,7 +27,7 @@ class TooLargeError(UnreadableError):
 
 
 class UnknownClassError(UnreadableError):
-    """A class, dtype or device that this process does not know, or a class with other fields by now.
+    """A class, dtype or device that is unknown in this process, or a class whose fields have changed.
 
     Attributes
     ----------
@@ -41,4 +41,4 @@ class UnknownClassError(UnreadableError):
 
 
 class UnserialisableError(Exception):
-    """A schema that has no JSON form; the message names the type that has none, and where it is."""
+    """A schema without a JSON form; the message names the type at fault, and its place."""

@@ -1,11 +1,11 @@
-"""`FileSystem`: every call that the cache makes to the operating system about files.
+"""`FileSystem`: every system call of the cache about files.
 
 It is passed as an argument, so that tests can make each call fail, and lose bytes that were not synced.
-`Descriptors` are the files that a tier has open. `write_whole` writes a file that is whole or not there.
+`Descriptors` are a tier's open files. `write_whole` writes a file that appears whole or not at all.
 
-The cache opens at most a quarter of the files that a process may open: one half of these for segments, the
-other for holds. A hold is an open and locked ``fingerprint.json``, which shows other processes that the
-namespace is in use. When there are too many, those that were not used for longest are closed.
+The cache opens at most a quarter of the files that a process may open: half of these for segments, half for
+holds. A hold is an open and locked ``fingerprint.json``, which shows other processes that the namespace is in
+use. If there are too many, the least recently used are closed.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ except ImportError:  # not a POSIX system
     resource = None  # type: ignore[assignment]
 
 
-_SHARE = 8  # an eighth of the files that may be open is for segments, and an eighth for holds
+_SHARE = 8  # of the process's limit: 1/8 for segments, 1/8 for holds
 _LEAST, _MOST = 4, 512
 
 
 class Descriptor:
-    """An open file, closed when nothing refers to it any more: threads that still read keep it open."""
+    """An open file, closed with its last reference: reading threads keep it open."""
 
     __slots__ = ("_close", "number")
 
@@ -48,7 +48,7 @@ class Descriptor:
         self.close()
 
     def close(self) -> None:
-        """Close the file now, although something may refer to it."""
+        """Close the file now, even if it is still referenced."""
         close, self._close = self._close, _nothing
         with contextlib.suppress(OSError):
             close(self.number)
@@ -59,7 +59,7 @@ def _nothing(number: int) -> None:
 
 
 def most_open() -> int:
-    """How many segments may be open now, and how many holds: the limit of a process may change."""
+    """How many segments, and how many holds, may be open now: a process's limit may change."""
     if resource is None:
         return _MOST
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -69,12 +69,12 @@ def most_open() -> int:
 class _Open:
     """Open files of all tiers of this process, the least recently used first.
 
-    A forked child counts the files of its parent too, as it has them open.
+    Includes files inherited from a parent, as they are open too.
     """
 
     def __init__(self) -> None:
         self._lock = ProcessLock(threading.RLock)
-        # The garbage collector may change this between any two statements.
+        # The garbage collector may change this at any time.
         self._files: OrderedDict[tuple[object, str], Descriptor] = OrderedDict()
 
     def __len__(self) -> int:
@@ -93,7 +93,7 @@ class _Open:
             self._files[owner, path] = file
 
     def shrink(self, most: int) -> None:
-        """Close the least recently used, down to so many."""
+        """Close the least recently used files until at most `most` are open."""
         with self._lock(), contextlib.suppress(KeyError):
             while len(self._files) > most:
                 self._files.popitem(last=False)
@@ -103,7 +103,7 @@ class _Open:
             self._files.pop((owner, path), None)
 
     def clear(self, owner: object = None) -> bool:
-        """Close those of one owner, or all; whether there were any."""
+        """Close the files of one owner, or all; returns whether there were any."""
         with self._lock():
             some = [key for key in list(self._files) if owner is None or key[0] is owner]
             for key in some:
@@ -122,7 +122,7 @@ class Opener(Protocol):
 class Descriptors:
     """The open files of one tier, by path."""
 
-    # All tiers of a process share these, because the process has one limit for all of them.
+    # Shared by all tiers, as the process has one limit.
     _segments = _Open()
     _holds = _Open()
 
@@ -135,7 +135,7 @@ class Descriptors:
 
     @classmethod
     def spare(cls) -> bool:
-        """Close all segments or, if none is open, all holds; whether there were any."""
+        """Close all segments or, if none is open, all holds; returns whether there were any."""
         return cls._segments.clear() or cls._holds.clear()
 
     @classmethod
@@ -145,20 +145,20 @@ class Descriptors:
         cls._holds.shrink(most)
 
     def get(self, path: str) -> Descriptor:
-        """The file, open for reading; it stays open as long as somebody has it."""
+        """The file, open for reading; it stays open as long as it is referenced."""
         file = self._segments.get(self._owner, path)
         if file is not None:
             return file
         before = self._forgotten
         file = self._fs.open(path)
         with self._lock():
-            if self._forgotten == before:  # otherwise the file may have been deleted since
+            if self._forgotten == before:  # else the file may have been deleted since
                 self._segments.put(self._owner, path, file)
         self._shrink()
         return file
 
     def forget(self, path: str) -> None:
-        """Close a file, when nobody reads it any more."""
+        """Close a file once no thread reads it any more."""
         with self._lock():
             self._forgotten += 1
             self._segments.pop(self._owner, path)
@@ -174,12 +174,12 @@ class Descriptors:
         return self.held(path, is_used=False) is not None or len(self._holds) < most_open()
 
     def hold(self, path: str, file: Descriptor) -> None:
-        """Keep a file open until `let_go`, or until too many others are."""
+        """Keep a file open until `let_go`, or until too many are."""
         self._holds.put(self._owner, path, file)
         self._shrink()
 
     def held(self, path: str, *, is_used: bool = True) -> Descriptor | None:
-        """The file of this path if it is still held; with `is_used` it counts as used now."""
+        """The held file of this path, if any; with `is_used`, mark it as just used."""
         return self._holds.get(self._owner, path, is_used=is_used)
 
     def let_go(self, path: str) -> None:
@@ -198,10 +198,10 @@ except ImportError:  # not a POSIX system
     fcntl = None  # type: ignore[assignment]
 
 
-_MOST_BUFFERS = 1024  # one call takes so many: IOV_MAX of Linux
+_MOST_BUFFERS = 1024  # per call: Linux's IOV_MAX
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 _TOO_MANY_OPEN = (errno.EMFILE, errno.ENFILE)
-# Opening never waits: a pipe without a writer, or a terminal, would never answer.
+# Non-blocking: opening a pipe without a writer, or a terminal, could wait forever.
 _READING = (
     os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 )
@@ -209,7 +209,7 @@ T = TypeVar("T")
 
 
 class StrangeFileError(OSError):
-    """Something that is no regular file, nor a link to one, has the name of a file."""
+    """Something else than a regular file, or a link to one, has a file's name."""
 
     def __init__(self, path: str) -> None:
         super().__init__(errno.EINVAL, "is not a regular file", path)
@@ -235,24 +235,24 @@ class FileSystem:
     Attributes
     ----------
     is_remote : bool
-        Whether files may be away; see `is_away`.
+        Whether files may have to be fetched; see `is_away`.
     """
 
     is_remote = False
 
     def is_away(self, file: Descriptor) -> bool:
-        """Whether bytes of a file may have to come over a network.
+        """Whether bytes of a file may have to be fetched over a network.
 
-        Then `will_need` is to be called for all that a batch reads of it before the first read.
+        If so, call `will_need` for all ranges of a batch before the first read.
         """
         return False
 
     def has_elsewhere(self, path: str) -> bool:
-        """Whether a file is somewhere else too, from where it comes if it is damaged or not here."""
+        """Whether a copy elsewhere can replace a file that is damaged or missing."""
         return False
 
     def doubt(self, path: str) -> bool:
-        """Have a damaged file come again; False if it is nowhere else, or has come again before."""
+        """Discard a damaged file, to fetch it again; False if there is no copy, or not for the first time."""
         return False
 
     def open(self, path: str) -> Descriptor:
@@ -261,7 +261,7 @@ class FileSystem:
         `StrangeFileError` if it is a folder, a pipe, a device, or a link that leads to no file.
         """
         try:
-            # This is asked first, as to open a device may have an effect.
+            # Check first, as opening a device may have effects.
             is_regular = stat.S_ISREG(os.stat(path).st_mode)
         except FileNotFoundError:
             if os.path.islink(path):
@@ -278,7 +278,7 @@ class FileSystem:
         raise StrangeFileError(path)
 
     def create(self, path: str) -> Descriptor:
-        """Open a new file for writing, with the rights that the umask leaves; it must not exist."""
+        """Create a file for writing, with the umask's permissions; it must not exist."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
         return _opened(lambda: Descriptor(os.open(path, flags, 0o666)))
 
@@ -310,16 +310,16 @@ class FileSystem:
         return os.pwritev(file.number, buffers, offset)
 
     def will_need(self, file: Descriptor, offset: int, size: int) -> None:
-        """Have a range read ahead."""
+        """Read a range ahead."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.number, offset, size, os.POSIX_FADV_WILLNEED)
 
     def sync(self, file: Descriptor) -> None:
-        """Return when the file's bytes are on the disk."""
+        """Return once the file's bytes are on disk."""
         os.fsync(file.number)
 
     def sync_folder(self, path: str) -> None:
-        """Return when the names in a folder are on the disk."""
+        """Return once the names in a folder are on disk."""
         file = _opened(lambda: Descriptor(os.open(path, _READING | getattr(os, "O_DIRECTORY", 0))))
         try:
             os.fsync(file.number)
@@ -328,9 +328,9 @@ class FileSystem:
                 raise
 
     def lock(self, file: Descriptor, *, exclusive: bool) -> bool | None:
-        """Lock an open file until it is closed, or the process ends in whatever way.
+        """Lock an open file until it is closed, or the process ends, however it does.
 
-        False if another one has it locked; None if the file system has no locks.
+        False if another process has locked it; None if the file system has no locks.
         """
         if fcntl is None:
             return None
@@ -345,13 +345,13 @@ class FileSystem:
         return True
 
     def unlock(self, file: Descriptor) -> None:
-        """Let go of a lock at once, though a forked child may have the file open too."""
+        """Release a lock at once, even if a forked child has the file open too."""
         if fcntl is not None:
             with contextlib.suppress(OSError):
                 fcntl.flock(file.number, fcntl.LOCK_UN)
 
     def rename(self, old: str, new: str) -> None:
-        """Rename a file; a file that had the new name is replaced."""
+        """Rename a file, replacing one of the new name."""
         os.rename(old, new)
 
     def link(self, old: str, new: str) -> None:
@@ -378,7 +378,7 @@ class FileSystem:
         os.rmdir(path)
 
     def exists(self, path: str) -> bool:
-        """Whether there is anything of this name, even a link that leads nowhere."""
+        """Whether anything has this name, even a dangling link."""
         return os.path.lexists(path)
 
     def is_file(self, path: str) -> bool:
@@ -393,7 +393,7 @@ class FileSystem:
         os.utime(path)
 
     def changed(self, path: str) -> int:
-        """When a name was last added to a folder or removed, in nanoseconds."""
+        """When a name was last added to or removed from a folder, in nanoseconds."""
         return os.stat(path).st_mtime_ns
 
     def listing(self, path: str) -> list[FileInfo]:
@@ -439,7 +439,7 @@ class FileSystem:
             offset += size
 
     def write_all(self, file: Descriptor, buffers: Sequence[memoryview], offset: int) -> int:
-        """Write buffers to one range of a file; the offset behind it."""
+        """Write buffers to one range of a file; returns the offset after it."""
         for first in range(0, len(buffers), _MOST_BUFFERS):
             some = [buffer for buffer in buffers[first : first + _MOST_BUFFERS] if len(buffer)]
             size = sum(len(buffer) for buffer in some)

@@ -1,10 +1,10 @@
-"""`Layout`: where everything is in a segment of version 2 of the format, which docs/format.md specifies.
+"""`Layout`: the layout of a segment in version 2 of the format; see docs/format.md.
 
 A segment is an immutable safetensors file with rows of one namespace. Everything before the rows is its
-*head*: to open a segment, this is all that is read, and nothing in it is used before it is checked.
+*head*: opening a segment reads only this, and checks it before using anything in it.
 
-A file ``<ulid>.safetensors.head`` has exactly these bytes. It is in the local folder in front of a bucket,
-and says that the bucket has the segment: rows can be read from there without asking what there is.
+A file ``<ulid>.safetensors.head`` has exactly these bytes. In the local folder of a bucket, it shows that the
+bucket has the segment, so rows can be read from there without a listing.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from torchcache2.files.schema import schema_from_json, schema_to_json
 FORMAT_VERSION = 2
 SEGMENT = ".safetensors"
 RUN = ".run"
-TEMPORARY = ".tmp"  # behind the name of a segment that is being written
-HEAD = ".head"  # behind the name of a segment that a bucket has
-MOST_SCHEMA_BYTES = 2 << 20  # the header escapes it, and has the paths of its leaves once more
+TEMPORARY = ".tmp"  # suffix of a segment being written
+HEAD = ".head"  # suffix of the head of a bucket's segment
+MOST_SCHEMA_BYTES = 2 << 20  # the header escapes it, and repeats the paths of leaves
 BLOCK_BYTES = 8192  # rows share a block up to this size
 FORMAT = "torchcache2"
 ZEROS = b"0" * 16
@@ -55,7 +55,7 @@ DTYPES = {
     "uint64": "U64",
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
-}  # what every reader of safetensors can read; other leaves are stored as their bytes
+}  # readable by all safetensors readers; other leaves are stored as bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,16 +66,14 @@ class Layout:
     ----------
     namespace : bytes
     schema : Schema
-        The schema of all rows; extents that differ between them are -1.
+        The schema of all rows, with -1 for extents that differ between them.
     codec : str
     count : int
         How many rows there are.
     rows_per_block : int
-        0 if rows of one size lie one after another; else they are in blocks, whose `offsets` say where.
+        0 if rows of equal size lie one after another; else rows are in blocks, at `offsets`.
     payload_bytes : int
-        Of the blocks.
-    library : str
-        The version that wrote the segment.
+        Bytes of the blocks. library : str The version that wrote the segment.
     """
 
     namespace: bytes
@@ -98,7 +96,7 @@ class Layout:
 
     @property
     def index(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Dtype and shape of the tensors that are not rows, in the order in which they lie."""
+        """Dtype and shape of the tensors before the rows, in file order."""
         tensors: dict[str, tuple[str, tuple[int, ...]]] = {
             "keys": ("U8", (self.count, 16)),
             "checksums": ("U64", (self.count,)),
@@ -116,7 +114,7 @@ class Layout:
 
     @property
     def columns(self) -> list[str]:
-        """A name for each leaf, as of a tensor."""
+        """A tensor name for each leaf."""
         names: dict[str, None] = {}
         for leaf in self.schema.leaves:
             path = re.sub(r"\['?|'?\]", ".", leaf.path).replace("..", ".").strip(".")
@@ -171,7 +169,7 @@ class Layout:
 
 
 def schema_text(schema: Schema) -> str:
-    """The JSON of a schema; `UnserialisableError` if it has none, or one too long to be read again."""
+    """The JSON of a schema; `UnserialisableError` if it has none, or one that is too long."""
     text = json.dumps(schema_to_json(schema), separators=(",", ":"))
     if len(text) > MOST_SCHEMA_BYTES:
         raise UnserialisableError(f"a structure that takes {len(text):,} bytes to write down")
@@ -179,19 +177,19 @@ def schema_text(schema: Schema) -> str:
 
 
 def nbytes_of(dtype: str, shape: Sequence[int] = ()) -> int:
-    """Bytes of a tensor, whose dtype is named as in a header; without a shape, of one element."""
+    """Bytes of a tensor, with a dtype as in a header; without a shape, of one element."""
     is_wide = dtype not in ("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2")
     return math.prod(shape) * (int(dtype.lstrip("BFIU")) // 8 if is_wide else 1)
 
 
 MOST_HEADER_BYTES = 16 << 20
-_MOST_BLOCK_BYTES = 1 << 20  # a reader accepts so many bytes of rows that share a block
+_MOST_BLOCK_BYTES = 1 << 20  # most bytes of rows sharing a block that readers accept
 _CODECS = ("none", "brotli", "blosc2")
 _UNPARSABLE = (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError)
 
 
 def read_size(start: bytes, file_bytes: int) -> int:
-    """How many bytes the header has, from the file's first 8 bytes; `DamagedError` if it cannot have them."""
+    """Bytes of the header, from the file's first 8 bytes; `DamagedError` if impossible."""
     size = int.from_bytes(start, "little")
     if len(start) < 8 or size > min(file_bytes - 8, MOST_HEADER_BYTES):
         raise DamagedError(f"a header of {size} bytes in a file of {file_bytes}")
@@ -199,11 +197,11 @@ def read_size(start: bytes, file_bytes: int) -> int:
 
 
 def stated(text: bytes, file_bytes: int | None) -> tuple[int, bytes, int]:
-    """How many bytes of a file its checksum covers, the checksum, and the bytes of the file.
+    """How many bytes of a file its checksum covers, the checksum, and the file's size.
 
-    `text` is the header's JSON, and `file_bytes` what the file has; None: as many as the header states.
-    `DamagedError` if it does not say. Nothing else is read before the checksum has been compared. Both are at
-    the same place in every version of the format.
+    `text` is the header's JSON, and `file_bytes` the file's size; None: as the header states. `DamagedError`
+    if the header lacks them. Nothing else is read before the checksum was compared; it is at the same place
+    in every version of the format.
     """
     end = 8 + len(text)
     try:
@@ -222,7 +220,7 @@ def stated(text: bytes, file_bytes: int | None) -> tuple[int, bytes, int]:
 
 
 def parse(text: bytes, file_bytes: int, limit: int, *, structured: bool = True) -> Layout:
-    """The layout that a header's JSON states. A row may have `limit` bytes.
+    """The layout in a header's JSON. A row may have up to `limit` bytes.
 
     Without `structured`, rows can only be checked; see `schema_from_json`.
 
@@ -235,7 +233,7 @@ def parse(text: bytes, file_bytes: int, limit: int, *, structured: bool = True) 
     TooLargeError
         If rows have more than `limit` bytes.
     UnknownClassError
-        If the rows have a class that this process has not imported.
+        If the rows have a class that this process has not imported (yet).
     """
     try:
         header = json.loads(text)
@@ -263,7 +261,7 @@ def parse(text: bytes, file_bytes: int, limit: int, *, structured: bool = True) 
 
 
 def _unparsed(error: Exception) -> str:
-    # The message of a decoding error has the whole header in it, so it is cut.
+    # Cut, as a decoding error's message contains the whole header.
     return f"a header that does not parse, {type(error).__name__}: {str(error)[:200]}"
 
 
@@ -299,19 +297,19 @@ def _check(layout: Layout, data_bytes: int, limit: int) -> None:
 
 
 def checked(head: bytes, checksum: bytes) -> bool:
-    """Whether a file's bytes up to the rows are what was written."""
+    """Whether a head matches its checksum."""
     zeroed = head.replace(checksum, ZEROS, 1)
     return xxh3_64_hexdigest(zeroed).encode() == checksum
 
 
-_FIRST_READ = 64 << 10  # so many bytes are read at once, as most heads are shorter
+_FIRST_READ = 64 << 10  # bytes of the first read; most heads are shorter
 _MOST_EXTENT = 1 << 48
 
 
 def head_size(first: bytes, size: int) -> int:
-    """How many bytes a head has, as far as the `first` bytes of a segment of `size` bytes tell.
+    """Bytes of a head, from the `first` bytes of a segment of `size` bytes.
 
-    If these are fewer, so many bytes have to be read, and asked again. `DamagedError` if it is no segment.
+    If the result exceeds `first`, read that many bytes, and call again. `DamagedError` if it is no segment.
     """
     end = 8 + read_size(first[:8], size)
     return end if end > len(first) else stated(first[8:end], size)[0]
@@ -322,7 +320,7 @@ def read_head(fs: FileSystem, path: str) -> tuple[bytes, int]:
     file = fs.open(path)
     size = fs.size(file)
     buffer = bytearray(min(size, _FIRST_READ))
-    first = bytes(buffer[: fs.read(file, [buffer], 0)])  # the rest need not be here
+    first = bytes(buffer[: fs.read(file, [buffer], 0)])  # the rest may be in the bucket
     if len(first) < 8:
         first = fs.read_bytes(file, 0, min(size, 8))
     while (needed := head_size(first, size)) > len(first):
@@ -331,9 +329,9 @@ def read_head(fs: FileSystem, path: str) -> tuple[bytes, int]:
 
 
 def write_head(fs: FileSystem, path: str, head: bytes) -> None:
-    """Write the head of the segment that has, or would have, a path; one that is there is replaced.
+    """Write the head of the segment at a path, which need not exist; replaces an older head.
 
-    Nothing waits for the disk: what a power cut leaves is seen to be damaged, and fetched again.
+    Does not sync: a head damaged by a power cut is noticed, and fetched again.
     """
     stem = os.path.join(os.path.dirname(path), "")
     content = [memoryview(head)]
@@ -352,7 +350,7 @@ def pack(heads: Mapping[str, tuple[int, bytes]]) -> bytes:
 
 
 def unpack(data: bytes) -> dict[str, tuple[int, bytes]]:
-    """What `pack` was given. Heads are not checked here; `DamagedError` if it is no pack."""
+    """Undo `pack`, without checking the heads; `DamagedError` if it is no pack."""
     try:
         tensors = safetensors.numpy.load(data)
         names = [bytes(name).decode("ascii") for name in tensors["names"]]
@@ -369,9 +367,9 @@ def unpack(data: bytes) -> dict[str, tuple[int, bytes]]:
 def parse_head(
     head: bytes, size: int | None, limit: int, *, structured: bool = True
 ) -> tuple[Layout, dict[str, Array]]:
-    """The layout of a segment, and the tensors of its index. A row may have `limit` bytes.
+    """The layout of a segment, and the tensors of its index. A row may have up to `limit` bytes.
 
-    The segment must have `size` bytes; None: as many as it states. Raises what `parse` raises.
+    The segment must have `size` bytes; None: as it states. Raises the errors of `parse`.
     """
     end = 8 + read_size(head[:8], len(head) if size is None else size)
     start, checksum, size = stated(head[8:end], size)
@@ -382,14 +380,14 @@ def parse_head(
     for name, (dtype, shape) in layout.index.items():
         kind = {"U8": "<u1", "U64": "<u8", "I64": "<i8"}[dtype]
         array = np.frombuffer(head, kind, int(np.prod(shape)), position).reshape(shape)
-        index[name] = array.copy()  # a view would keep all of the head in memory
+        index[name] = array.copy()  # a view would keep the whole head in memory
         position += array.nbytes
     _check_index(layout, index, limit)
     return layout, index
 
 
 def _check_index(layout: Layout, index: dict[str, Array], limit: int) -> None:
-    """Raise if offsets or shapes are impossible, as anybody may have written them."""
+    """Raise if offsets or shapes are impossible: any program may have written them."""
     if "offsets" in index:
         offsets = index["offsets"]
         if offsets[0] != 0 or offsets[-1] != layout.payload_bytes or (offsets[1:] < offsets[:-1]).any():

@@ -1,15 +1,15 @@
-"""Deletes from a cache directory: one process at a time, and first what no process uses.
+"""Deletes from a cache directory: one process at a time, and unused namespaces first.
 
-To make room, damaged segments are deleted first. Then come namespaces that no process uses, beginning with
-the one that was not used for longest, and in each of them the oldest segment. Then, under ``lru``, come the
-segments of all namespaces that were not used for longest.
+To make room, it deletes damaged segments first, then namespaces that no process uses (least recently used
+first, and in each the oldest segment first), and then, under ``lru``, the least recently used segments of all
+namespaces.
 
-In a folder that is `mirrored` in a bucket, nothing goes that the bucket lacks: of all namespaces, those
-segments go that are not whole, then those with a head, the least recently used first, and then the heads of
-namespaces that no process uses.
+In a folder `mirrored` in a bucket, it deletes nothing that the bucket lacks: in all namespaces, first
+unfinished segments, then those with a head, least recently used first, and then the heads of namespaces that
+no process uses.
 
-Writers take no lock as long as there is room. If two find room at the same time, they exceed the budget by
-their segments, and the next writer makes room for both.
+Writers take no lock while there is room. If two find room at the same time, they exceed the budget by one
+segment each, and the next writer makes room for both.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from torchcache2.files.layout import HEAD
 
 _PATIENCE = 10.0  # seconds
 _CLAIMS, _BETWEEN_CLAIMS = 3, 0.005  # seconds
-_OLD = 24 * 3600.0  # seconds; without locks, an older temporary file is taken for a dead writer's
+_OLD = 24 * 3600.0  # seconds; without locks, older temporary files count as left by dead writers
 
 
 def deleting(directory: CacheDirectory) -> FileLock:
-    """The lock that a process holds while it deletes from a directory; `TimeoutError` after 10 s.
+    """The lock for deleting from a directory; `TimeoutError` after 10 s.
 
-    A process has one lock object for each directory: the garbage collector may close another tier in the
-    thread that has the lock already, and closing it may make room.
+    One lock object per directory and process: in a thread that holds the lock, the garbage collector may
+    close another tier, which may need it too.
     """
     return FileLock(directory.lock_path(), timeout=_PATIENCE, is_singleton=True)
 
 
 @contextlib.contextmanager
 def claimed(directory: CacheDirectory, namespace: str) -> Iterator[bool | None]:
-    """Yields whether no process uses a namespace; then none can begin to before the end of the context.
+    """Yields True if no process uses a namespace; then none can begin to before the context ends.
 
-    False if that is unknown; None if the namespace has no ``fingerprint.json`` that could be locked.
+    False if one may use it; None if the namespace has no ``fingerprint.json`` to lock.
 
-    Users of a namespace have its fingerprint locked. When `CacheDirectory.describe` replaces the fingerprint,
-    the old file stays under a temporary name, so its users are still seen.
+    Users of a namespace lock its fingerprint. When `CacheDirectory.describe` replaces the fingerprint, the
+    old file keeps a temporary name, so its users can still be seen.
     """
     fs, path = directory.fs, os.path.join(directory.path, namespace, FINGERPRINT)
     file: Descriptor | None = None
@@ -61,19 +61,19 @@ def claimed(directory: CacheDirectory, namespace: str) -> Iterator[bool | None]:
             with contextlib.suppress(FileNotFoundError, StrangeFileError):
                 other = fs.open(os.path.join(directory.path, namespace, name))
                 if file is not None and fs.same(other, path):
-                    continue  # a second name of the file that is locked here: whoever made it has died since
+                    continue  # a second name of the file locked here, left by a dead process
                 claim = claim if _lock_alone(fs, other) else False
-                fs.unlock(other)  # nobody begins to use a file that was replaced
+                fs.unlock(other)  # replaced files get no new users
         if claim is None and fs.is_file(path):
-            claim = False  # somebody has just begun to use it
+            claim = False  # another process has just begun to use it
         yield claim
     finally:
         if file is not None:
-            fs.unlock(file)  # to close it is not enough, if a child was forked meanwhile
+            fs.unlock(file)  # explicitly: a child forked meanwhile has the file too
 
 
 def in_use(directory: CacheDirectory, namespace: str) -> bool | None:
-    """Whether a living process uses a namespace; None where there are no locks that would say so."""
+    """Whether a living process uses a namespace; None without locks."""
     path = os.path.join(directory.path, namespace, FINGERPRINT)
     try:
         with claimed(directory, namespace) as claim:
@@ -87,9 +87,9 @@ def in_use(directory: CacheDirectory, namespace: str) -> bool | None:
 
 
 def remove_namespace(directory: CacheDirectory, namespace: str, *, force: bool = False) -> bool:
-    """Delete the cache's files of a namespace; others that are there stay, and the folder with them.
+    """Delete the cache's files of a namespace; other files stay, and then the folder, too.
 
-    An error of the file system is raised when all that can be deleted is gone.
+    Deletes all it can before it raises an error of the file system.
 
     Parameters
     ----------
@@ -97,8 +97,8 @@ def remove_namespace(directory: CacheDirectory, namespace: str, *, force: bool =
     namespace : str
         32 hexadecimal digits.
     force : bool
-        Whether to delete it even if a process uses it, which then computes again. A file that the process is
-        writing stays.
+        Whether to delete it even if a process uses it, which must then compute again. Files being written
+        stay.
 
     Returns
     -------
@@ -114,7 +114,7 @@ def remove_namespace(directory: CacheDirectory, namespace: str, *, force: bool =
 
 
 def remove_leftovers(directory: CacheDirectory, namespace: str | None = None) -> None:
-    """Delete files of dead writers, in one namespace or all, if this user has the rights to."""
+    """Delete files of dead writers, in one namespace or all, as far as this user may."""
     scanned = directory.scan() if namespace is None else [directory.contents(namespace)]
     found = [(one.namespace, info) for one in scanned for info in one.temporary]
     if namespace is None:
@@ -129,20 +129,20 @@ def remove_leftovers(directory: CacheDirectory, namespace: str | None = None) ->
 
 
 class Removal:
-    """Deletes files until enough bytes are gone; with the lock of `deleting` held.
+    """Deletes files until enough bytes are freed; needs the lock of `deleting`.
 
     Parameters
     ----------
     directory : CacheDirectory
     excess : float
-        Bytes that have to go.
+        Bytes to free.
 
     Attributes
     ----------
     excess : float
-        Bytes that still have to go; 0 or less if enough are gone.
+        Bytes still to free; 0 or less: enough are freed.
     gone : dict of str to list of str
-        Names of the segments that are gone, by namespace (32 hexadecimal digits).
+        Names of deleted segments, by namespace (32 hexadecimal digits).
     error : OSError or None
         The first error. A file that cannot be deleted stays, and the others are tried.
     """
@@ -157,7 +157,7 @@ class Removal:
         """Delete a namespace's files, the oldest segment first; False if it is in use, and not `force`."""
         directory, namespace = self._directory, contents.namespace
         try:
-            remove_leftovers(directory, namespace)  # one may be a second name of the file locked below
+            remove_leftovers(directory, namespace)  # may include a second name of the file locked below
             with claimed(directory, namespace) as claim:
                 if not force and (claim is False or (claim is None and contents.others)):
                     return False
@@ -165,17 +165,17 @@ class Removal:
                 left = directory.contents(namespace)
                 if self.excess <= 0 or left.segments or left.temporary:
                     return True
-                # Without a claim, somebody may be about to use the folder: files that are new belong to them.
+                # Without a claim, another process may be about to use the folder: new files belong to it.
                 for info in left.others if claim or force else []:
                     self.file(left, info)
-                with contextlib.suppress(OSError):  # somebody else's files are there
+                with contextlib.suppress(OSError):  # it has other files
                     directory.fs.remove_folder(os.path.join(directory.path, namespace))
         except OSError as error:
             self.error = self.error or error
         return True
 
     def files(self, contents: Contents) -> None:
-        """Delete a namespace's segments, the oldest first, what is left of some, the heads and the runs."""
+        """Delete a namespace's segments, oldest first, then unfinished ones, heads and runs."""
         segments = sorted(contents.segments, key=lambda info: (info.mtime, info.name))
         rest = (
             *reversed(contents.parts),
@@ -188,7 +188,7 @@ class Removal:
             self.file(contents, info)
 
     def file(self, contents: Contents, info: FileInfo) -> None:
-        """Delete one file of a namespace, unless enough bytes are gone."""
+        """Delete one file of a namespace, unless enough bytes are freed."""
         if self.excess <= 0:
             return
         path = os.path.join(self._directory.path, contents.namespace, info.name)
@@ -208,18 +208,18 @@ class Removal:
 
 
 def _lock_alone(fs: FileSystem, file: Descriptor) -> bool:
-    """Lock a file exclusively; False if others have it locked, or nothing can be locked here."""
+    """Lock a file exclusively; False if others have locked it, or there are no locks."""
     for _ in range(_CLAIMS):
         if (locked := fs.lock(file, exclusive=True)) is not False:
             return bool(locked)
-        if fs.lock(file, exclusive=False):  # users share it: there is nothing to wait for
-            return bool(fs.lock(file, exclusive=True))  # unless who had it has just let go
-        time.sleep(_BETWEEN_CLAIMS)  # somebody has it alone, and asks the same
+        if fs.lock(file, exclusive=False):  # users share it: waiting is futile
+            return bool(fs.lock(file, exclusive=True))  # its user may have just released it
+        time.sleep(_BETWEEN_CLAIMS)  # another process is checking the same
     return False
 
 
 Removed = Callable[[str, list[str]], None]
-_SHARE = 8  # a writer fills at most an eighth of the room that it has found, as others write too
+_SHARE = 8  # a writer uses at most 1/8 of the room found, as others write too
 
 
 def used_bytes(contents: list[Contents]) -> int:
@@ -228,7 +228,7 @@ def used_bytes(contents: list[Contents]) -> int:
 
 
 def make_room(directory: CacheDirectory, needed: int, budget: int, *, lru: bool) -> bool:
-    """Delete segments until `needed` more bytes fit into the budget; whether they do. See `room_after`."""
+    """Delete segments until `needed` more bytes fit into the budget; returns whether they do."""
     return room_after(directory, needed, budget, lru=lru) >= 0
 
 
@@ -241,12 +241,12 @@ def room_after(
     mirrored: bool = False,
     removed: Removed = lambda *_: None,
 ) -> int:
-    """Delete segments until `needed` more bytes fit into the budget; the bytes that are then left.
+    """Delete segments until `needed` more bytes fit into the budget; returns the bytes then left.
 
-    The result is negative if `needed` bytes do not fit; `OSError` if that is because something could not be
-    deleted, and `TimeoutError` if another process is deleting. With `lru`, segments of namespaces in use may
-    be deleted too; with `mirrored`, all that a bucket has, and no others. ``removed(namespace, names)`` is
-    called for each namespace (32 hexadecimal digits) with the names of the segments that are gone.
+    Negative if they do not fit; `OSError` if that is because files could not be deleted, `TimeoutError` if
+    another process is deleting. With `lru`, may delete segments of namespaces in use, too; with `mirrored`,
+    only segments that a bucket has. Calls ``removed(namespace, names)`` with the names of deleted segments,
+    for each namespace (32 hexadecimal digits).
     """
     scanned = directory.scan()
     left = budget - needed - used_bytes(scanned)
@@ -280,8 +280,8 @@ def room_after(
 class Allowance:
     """Bytes that one process may write before it scans the directory again; see `room_after`.
 
-    To scan thousands of files takes longer than to write a small one. Writers do not see each other, so each
-    may exceed the budget by what it may write: at most the `most` bytes of a segment.
+    Scanning thousands of files takes longer than writing a small one. Writers do not see each other, so each
+    may exceed the budget by its allowance: at most `most` bytes, the size of a segment.
     """
 
     def __init__(self, most: int) -> None:
@@ -289,7 +289,7 @@ class Allowance:
         self._left = 0
 
     def take(self, size: int) -> bool:
-        """Whether `size` bytes may be written without a scan; they count from now on."""
+        """Whether `size` bytes may be written without a scan; if so, counts them."""
         if size > self._left:
             self._left = 0
             return False
@@ -297,12 +297,12 @@ class Allowance:
         return True
 
     def looked(self, room: int, size: int) -> None:
-        """Note that a scan has found `room` bytes, besides the `size` that are about to be written."""
+        """Note that a scan has found `room` bytes, besides the `size` bytes about to be written."""
         self._left = min(self._most - size, room // _SHARE)
 
 
 def _delete(removal: Removal, scanned: list[Contents], lru: bool) -> None:
-    """Delete until there is room, or until nothing is left that may be deleted."""
+    """Delete until there is room, or nothing left to delete."""
     for contents in sorted(scanned, key=lambda one: one.last_used):
         if removal.excess > 0:
             removal.namespace(contents)
@@ -312,12 +312,12 @@ def _delete(removal: Removal, scanned: list[Contents], lru: bool) -> None:
 
 
 def _delete_mirrored(directory: CacheDirectory, removal: Removal, scanned: list[Contents]) -> None:
-    """The same, where nothing may be deleted that the bucket lacks."""
+    """Like `_delete`, but deletes nothing that the bucket lacks."""
     for contents in scanned:
         for info in reversed(contents.parts):  # a map goes before its file
             removal.file(contents, info)
     for info, contents in _least_recently_used(scanned):
-        # Look for the head now, not in the scan: who finds that the bucket lost a segment deletes its head.
+        # Check for the head now, not in the scan: if the bucket loses a segment, its head is deleted.
         head = os.path.join(directory.path, contents.namespace, info.name + HEAD)
         if removal.excess > 0 and directory.fs.is_file(head):
             removal.file(contents, info)
@@ -329,6 +329,6 @@ def _delete_mirrored(directory: CacheDirectory, removal: Removal, scanned: list[
 
 
 def _least_recently_used(scanned: list[Contents]) -> list[tuple[FileInfo, Contents]]:
-    """All segments, the one that was not used for longest first."""
+    """All segments, least recently used first."""
     pairs = [(info, contents) for contents in scanned for info in contents.segments]
     return sorted(pairs, key=lambda pair: (pair[0].mtime, pair[0].name))

@@ -1,9 +1,9 @@
-"""`Run`: where the rows of many segments are, in one sorted file that is searched on the disk.
+"""`Run`: the index of many segments, in one sorted file that is searched on disk.
 
 A run has an entry for each row of some segments: key, segment, number of the row, and the row's checksum. All
 processes share its pages through the system's cache, and each keeps in memory only the first key of each
-block. docs/format.md specifies the file. Runs hold nothing that the segments' heads do not have: one that is
-lost or damaged is made again.
+block. docs/format.md specifies the file. All data of a run is also in the segments' heads: a lost or damaged
+run is made again.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ _END = np.dtype(
         ("checksum", "<u8"),
     ]
 )
-_NO_SEGMENT = 0xFFFFFFFF  # of entries behind the last one
-_MOST_BLOCKS = 1 << 20  # so that their first keys take 8 MB at most
+_NO_SEGMENT = 0xFFFFFFFF  # of padding entries
+_MOST_BLOCKS = 1 << 20  # their first keys take at most 8 MB
 _AT_ONCE = 1 << 20  # entries that are sorted and written together, 32 MB
 _READ_AT_ONCE = 8 << 20  # bytes of blocks that are searched together
-_TIMED, _SLOW = 4, 50e-6  # so many reads show whether pages are in memory: these take less, in seconds
+_TIMED, _SLOW = 4, 50e-6  # time so many reads; faster than this (seconds each): pages are in memory
 
 
 class Run:
-    """An open run; raises `DamagedError` where its bytes are not what was written.
+    """An open run; raises `DamagedError` where its bytes are damaged.
 
     Attributes
     ----------
@@ -94,7 +94,7 @@ class Run:
         return int(self._first_keys.nbytes + self.table.nbytes)
 
     def find(self, words: Words) -> tuple[Positions, Array]:
-        """The entries of some keys, ``(n, 2)``, and for each of them the position of its key.
+        """The entries of keys, ``(n, 2)``, and the position of each entry's key.
 
         A key may have none, or several.
         """
@@ -115,7 +115,7 @@ class Run:
         return positions, found
 
     def between(self, first: int, end: int) -> Array:
-        """The entries whose keys begin with a number from `first` up to, and without, `end`."""
+        """The entries whose keys' first 8 bytes are at least `first` and less than `end`."""
         least, most = np.uint64(first), np.uint64(end - 1)
         begin = max(0, int(np.searchsorted(self._first_keys, least, side="left")) - 1)
         stop = int(np.searchsorted(self._first_keys, most, side="right"))
@@ -137,14 +137,14 @@ class Run:
                 raise DamagedError("entries of a segment that is not in the table")
 
     def close(self) -> None:
-        """Close the file when nobody reads it any more."""
+        """Close the file once no thread reads it any more."""
         self._descriptors.forget(self.path)
 
     def _file(self) -> Descriptor:
         return self._descriptors.get(self.path)
 
     def _read(self, blocks: Array) -> Array:
-        """The pages of some blocks, ``(n, pages of a block)``, at once if the disk is waited for."""
+        """The pages of some blocks, ``(n, pages of a block)``; reads ahead if the disk is slow."""
         pages = np.empty((len(blocks), self._pages_per_block), _PAGE)
         size = self._pages_per_block * _PAGE.itemsize
         view, file, fs = pages.view(np.uint8).reshape(-1).data, self._file(), self._fs
@@ -162,7 +162,7 @@ class Run:
 
 
 def _check(pages: Array) -> None:
-    """Raise `DamagedError` if a page is not what was written."""
+    """Raise `DamagedError` if a page differs from its checksum."""
     view = np.ascontiguousarray(pages).view(np.uint8).reshape(-1).data
     size = _PAGE.itemsize
     for number, checksum in enumerate(pages["checksum"].tolist()):
@@ -172,7 +172,7 @@ def _check(pages: Array) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What goes into a run: sorted entries of `rows` segments, or those of another run.
+    """Input of a new run: sorted entries of segments, or another run.
 
     Attributes
     ----------
@@ -186,7 +186,7 @@ class Part:
     table: Array
 
     def between(self, first: int, end: int) -> Array:
-        """As `Run.between`."""
+        """Like `Run.between`."""
         if isinstance(self.source, Run):
             return self.source.between(first, end)
         low = self.source["low"]
@@ -195,7 +195,7 @@ class Part:
 
 
 def size_of(rows: int, segments: int) -> int:
-    """About how many bytes a run of so many rows and segments has; a little less if it has many."""
+    """The approximate size of a run in bytes; slightly less if it is large."""
     pages = -(-rows // _ROWS)
     return pages * (_PAGE.itemsize + 8) + segments * TABLE.itemsize + _END.itemsize
 
@@ -216,9 +216,9 @@ def by_key(entries: Array) -> Array:
 
 
 def write_run(fs: FileSystem, folder: str, namespace: bytes, parts: Sequence[Part], alive: set[str]) -> str:
-    """Write one run of what is in some others and in heads; its path.
+    """Write one run from other runs and heads; returns its path.
 
-    Entries of segments whose names are not among those `alive` are left out.
+    Leaves out segments whose names are not in `alive`.
     """
     path = os.path.join(folder, ulid() + RUN)
     index: dict[bytes, int] = {}
@@ -245,7 +245,7 @@ def write_run(fs: FileSystem, folder: str, namespace: bytes, parts: Sequence[Par
             _seal(blocks)
             offset = fs.write_all(file, [blocks.view(np.uint8).reshape(-1).data], offset)
         if not first_keys:
-            raise FileNotFoundError(path)  # every segment has gone meanwhile
+            raise FileNotFoundError(path)  # all segments are gone by now
         table["rows"] = counts
         firsts = np.concatenate(first_keys)
         end = np.zeros(1, _END)
@@ -260,14 +260,14 @@ def write_run(fs: FileSystem, folder: str, namespace: bytes, parts: Sequence[Par
 
 
 def _ranges(rows: int) -> Iterator[tuple[int, int]]:
-    """Ranges of the first 8 bytes of keys, as numbers, in each of which are about `_AT_ONCE` of so many."""
+    """Ranges of the first 8 bytes of keys, as numbers, each with about `_AT_ONCE` of `rows` entries."""
     pieces = -(-max(1, rows) // _AT_ONCE)
     bounds = [(1 << 64) * piece // pieces for piece in range(pieces + 1)]
     return pairwise(bounds)
 
 
 def _merged(parts: Sequence[Part], targets: Sequence[Array], rows: int) -> Iterator[Array]:
-    """All entries in order, some at a time, with the numbers that their segments have in the new table."""
+    """All entries in order, in pieces, with the numbers of their segments in the new table."""
     for first, end in _ranges(rows):
         pieces = []
         for part, target in zip(parts, targets, strict=True):
@@ -278,7 +278,7 @@ def _merged(parts: Sequence[Part], targets: Sequence[Array], rows: int) -> Itera
 
 
 def _blocks(pieces: Iterator[Array], rows: int) -> Iterator[Array]:
-    """Pages, ``(n, pages of a block)``, of entries, `rows` to a block; the last block may have fewer."""
+    """Entries as pages, ``(n, pages of a block)``, `rows` entries to a block; the last may have fewer."""
     left = np.empty(0, ENTRY)
     while True:
         piece = next(pieces, None)

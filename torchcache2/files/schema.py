@@ -1,8 +1,8 @@
 """`Schema` as JSON and back, so that a file can carry it; docs/format.md specifies the JSON.
 
-Reading imports nothing and calls nothing that the JSON names. A class is looked up among the modules that are
-imported already, in the dictionaries of modules and classes alone: no ``__getattr__``, descriptor or
-``__class__`` is asked. It must be a node type of the pytree registry.
+Reading imports nothing and calls nothing that the JSON names. A class is looked up among imported modules,
+only in the dictionaries of modules and classes: this runs no ``__getattr__``, descriptor or ``__class__``. It
+must be a node type of the pytree registry.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ BUILTINS = (bool, bytes, complex, dict, float, frozenset, int, list, set, str, t
 
 
 def name_of(cls: Any, where: str) -> str:
-    """What a class is called in a file."""
+    """The name of a class in a file."""
     name = qualified(cls, ":")
-    if name.startswith("__mp_main__:"):  # in a spawned process, this is the script of the parent
+    if name.startswith("__mp_main__:"):  # the parent's script, in a spawned process
         name = "__main__:" + name.partition(":")[2]
     try:
         class_of(name, lambda found: found is cls)
@@ -41,14 +41,14 @@ def name_of(cls: Any, where: str) -> str:
 
 
 def class_of(name: Any, accepted: Callable[[Any], bool]) -> Any:
-    """The class of that name, if this process has it and it is accepted."""
+    """The class of a name, if this process has it and accepts it."""
     if type(name) is not str or len(name) > MAX_NAME or not name.isprintable():
         raise DamagedError("a class that is not a name")
     module, _, qualname = name.partition(":")
     if not module or not all(qualname.split(".")):
         raise DamagedError("a class that is not a name")
     value: Any = sys.modules.get(module)
-    if module.startswith("torchcache2."):  # our own names stay when the code moves
+    if module.startswith("torchcache2."):  # our own names stay valid when code moves
         for cls in list(pytree.SUPPORTED_NODES):
             if qualified(cls, ":") == name and accepted(cls):
                 return cls
@@ -72,7 +72,7 @@ def is_storable(cls: Any) -> bool:
 
 
 def check_fields(cls: Any, name: str, fields: Any, children: int) -> None:
-    """Raise if a class has other fields than when it was written."""
+    """Raise if a class's fields have changed since it was written."""
     if fields is not None and not all(type(field) is str for field in list_of(fields)):
         raise DamagedError("fields that are not names")
     known = kinds.fields_of(cls)
@@ -101,7 +101,7 @@ _HEX = re.compile(r"([0-9a-f]{2})*")
 
 
 def text_to_json(text: str) -> Any:
-    """A text as JSON, which has no place for surrogates."""
+    """A text as JSON; surrogates, which JSON cannot hold, become hexadecimal."""
     surrogates = any("\ud800" <= character <= "\udfff" for character in text)
     return {"text": text.encode("utf-8", "surrogatepass").hex()} if surrogates else text
 
@@ -127,7 +127,7 @@ def from_hex(data: Any) -> bytes:
 
 
 def tagged(data: Any) -> tuple[Any, Any]:
-    """The one tag of an object, and what it has."""
+    """The single tag of an object, and its value."""
     if type(data) is not dict or len(data) != 1:
         raise DamagedError("neither a plain value nor an object with one tag")
     return next(iter(data.items()))
@@ -234,14 +234,14 @@ _TAGGED = (*_SEQUENCES.values(), *_MAPPINGS.values(), collections.defaultdict, c
 def schema_to_json(schema: Schema) -> dict[str, Any]:
     """A schema as a value for ``json.dumps``; equal schemas give equal values.
 
-    `UnserialisableError` if the output has a class that cannot be found by its name, if a node keeps more
-    than plain values and node classes, or if the schema is too large.
+    `UnserialisableError` if a class cannot be found by its name, if a node keeps more than plain values and
+    node classes, or if the schema is too large.
     """
     data = {
         "structure": _Writer().node(schema.structure, "output", 0),
         "leaves": [leaf_to_json(leaf) for leaf in schema.leaves],
     }
-    try:  # a reader has limits, so that the writer must respect them
+    try:  # readers have limits, which the writer must respect
         schema_from_json(data)
     except (DamagedError, UnknownClassError) as error:
         raise UnserialisableError(f"the schema of the output could not be read back: {error}") from None
@@ -249,17 +249,17 @@ def schema_to_json(schema: Schema) -> dict[str, Any]:
 
 
 def schema_from_json(data: Any, *, structured: bool = True) -> Schema:
-    """The schema that `schema_to_json` has turned into this JSON; `data` may be any JSON.
+    """The schema of JSON from `schema_to_json`; `data` may be any JSON.
 
-    Without `structured`, the structure is a list of the leaves, whatever classes the JSON names: that is
-    enough to check rows.
+    Without `structured`, the structure is just a list of the leaves, whatever classes the JSON names: enough
+    to check rows.
 
     Raises
     ------
     DamagedError
         If no version of this library wrote it.
     UnknownClassError
-        If it names a class, dtype or device that this process does not know (yet).
+        If it names a class, dtype or device that is unknown in this process (yet).
     """
     members = members_of(data, {"structure", "leaves"})
     leaves = list_of(members["leaves"])

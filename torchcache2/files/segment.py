@@ -35,13 +35,13 @@ from torchcache2.files.layout import (
     schema_text,
 )
 
-_LEAST_SAVED = 0.1  # a codec that saves a smaller share of the bytes costs more time than that is worth
-_HOPELESS = 0.98  # if a sample shrinks less than to this share, the rest is not tried
+_LEAST_SAVED = 0.1  # a codec that saves less is not worth its time
+_HOPELESS = 0.98  # if a sample does not shrink below this share, do not try the rest
 _SAMPLES = 32
-_FEW = 4  # so few blocks are all tried
+_FEW = 4  # blocks; so few are all tried
 _CHECKED_AT_ONCE = 8 << 20  # bytes
 _DECODED_AT_ONCE = 1 << 18  # bytes
-_SLOW, _SLOW_PER_BYTE = 50e-6, 1e-9  # seconds; rows in the page cache are read in less
+_SLOW, _SLOW_PER_BYTE = 50e-6, 1e-9  # seconds; reads from the page cache are faster
 Batch = tuple[Keys, Rows]
 Columns = list[np.ndarray[Any, np.dtype[np.uint8]]]
 Waited = Callable[[], object]
@@ -57,7 +57,7 @@ class Encoded:
     head : bytes
         Header and index.
     data : sequence of memoryview
-        The bytes of the rows, in the order in which they lie in the file.
+        The bytes of the rows, in file order.
     index : mapping of str to ndarray
         The tensors of `Layout.index`, with their shapes, by name.
     """
@@ -74,15 +74,15 @@ class Encoded:
 
 
 def encode(batches: Sequence[Batch], codec: Codec, *, library: str = "") -> Encoded:
-    """The bytes of a segment with these rows, at least one, all of one namespace and on the CPU.
+    """The bytes of a segment with these rows: at least one, all in one namespace and on the CPU.
 
     Schemas may differ only in the shapes of rows; `UnserialisableError` if their common schema has no JSON
-    form, or one that is too long. Rows are not compressed if the codec would save less than 10 %. `library`
-    is the version of this library, which the header states.
+    form, or one that is too long. Rows stay uncompressed if the codec saves less than 10 %. `library` is the
+    version of this library, for the header.
     """
     schemas = [rows.schema for _, rows in batches]
     schema = _common(schemas)
-    schema_text(schema)  # this raises if the schema could not be read again
+    schema_text(schema)  # raises if the schema could not be read again
     pieces = [[as_bytes(c).numpy() for c in rows.in_logical_order().columns] for _, rows in batches]
     counts = [len(keys) for keys, _ in batches]
     layout = Layout(batches[0][0].namespace, schema, "none", sum(counts), library=library)
@@ -101,7 +101,7 @@ def encode(batches: Sequence[Batch], codec: Codec, *, library: str = "") -> Enco
         data, ends = blocks, np.cumsum([0, *map(len, blocks)], dtype=np.int64)
         layout = dataclasses.replace(layout, codec=codec.name)
     else:
-        # A row lies in one piece, whatever its leaves are, so that one call reads it.
+        # All leaves of a row lie together, so that one call reads it.
         tables = [c[0] if len(c) == 1 else np.concatenate(c, axis=1) if c else np.empty(0) for c in pieces]
         data = [table.reshape(-1) for table in tables]
         if is_ragged:
@@ -114,7 +114,7 @@ def encode(batches: Sequence[Batch], codec: Codec, *, library: str = "") -> Enco
 
 
 def write(fs: FileSystem, folder: str, name: str, encoded: Encoded) -> None:
-    """Write a segment that is whole or not there."""
+    """Write a segment's file, which appears whole or not at all."""
     path, stem = os.path.join(folder, name), os.path.join(folder, "")
     write_whole(fs, path, [memoryview(encoded.head), *encoded.data], stem=stem, suffix=SEGMENT + TEMPORARY)
 
@@ -157,7 +157,7 @@ def _shapes(schema: Schema, schemas: Sequence[Schema], counts: Sequence[int]) ->
 
 def _blocks(pieces: Sequence[Sequence[Bytes2D]], per_block: int) -> Iterator[list[Bytes]]:
     """The rows of each block, leaf by leaf."""
-    left: list[list[Bytes2D]] = []  # rows of a block that is not full yet
+    left: list[list[Bytes2D]] = []  # rows of an unfinished block
     filled = 0
     for columns in pieces:
         count, start = len(columns[0]), 0
@@ -181,7 +181,7 @@ def _joined(parts: Sequence[Sequence[Bytes2D]]) -> list[Bytes]:
 def _compressed(
     pieces: Sequence[Sequence[Bytes2D]], per_block: int, codec: Codec, schema: Schema
 ) -> list[bytes] | None:
-    """The compressed blocks; None if that is not worth it. A sample, evenly spread, says so before."""
+    """The compressed blocks; None if compression, judged by an evenly spread sample first, does not pay."""
     lanes = [lane(leaf.stored) for leaf in schema.leaves]
     before = sum(column.nbytes for columns in pieces for column in columns)
     if codec.name == "none" or not before:
@@ -214,7 +214,7 @@ def _sample(pieces: Sequence[Sequence[Bytes2D]], per_block: int) -> list[list[By
 
 
 class Segment:
-    """The index of one segment with n rows; the rows are read from the file when they are asked for.
+    """The index of a segment with n rows, which are read from the file on request.
 
     Attributes
     ----------
@@ -223,8 +223,7 @@ class Segment:
     nbytes : int
         Bytes of the file.
     keys : ndarray of uint8, shape (n, 16), or None
-        The key of each row; None when the owner of the segment has taken them into its index, or a run has
-        them.
+        The key of each row; None once the segment's owner has them in its index, or a run has them.
     """
 
     def __init__(
@@ -264,10 +263,10 @@ class Segment:
     def open(
         cls, fs: FileSystem, descriptors: Descriptors, path: str, *, limit: int, structured: bool = True
     ) -> Segment:
-        """Read and check the index of a segment. A row may have `limit` bytes.
+        """Read and check the index of a segment. A row may have up to `limit` bytes.
 
         Without `structured`, the rows can only be checked, but the classes of their structure need not exist;
-        see `schema_from_json`. Raises an `OSError`, what `torchcache2.files.layout.parse` raises, and an
+        see `schema_from_json`. Raises `OSError`, the errors of `torchcache2.files.layout.parse`, and
         `OptionError` if the codec is not installed.
         """
         head, size = read_head(fs, path)
@@ -278,10 +277,10 @@ class Segment:
     def of_run(
         cls, fs: FileSystem, descriptors: Descriptors, path: str, head: int, digest: int, *, limit: int
     ) -> Segment:
-        """A segment whose rows a run has found: only its header is read.
+        """A segment whose rows a run has found: reads only its header.
 
-        It is the one that the run was made of if the xxh3-64 of its first `head` bytes is the `digest`, as
-        these have the checksum of its index: else `DamagedError`. Of ragged rows, the index is read.
+        `DamagedError` unless the xxh3-64 of its first `head` bytes is `digest`, as when the run was made:
+        these include the checksum of its index. For ragged rows, reads the index, too.
         """
         file = descriptors.get(path)
         size = fs.size(file)
@@ -295,12 +294,12 @@ class Segment:
 
     @classmethod
     def written(cls, fs: FileSystem, descriptors: Descriptors, path: str, encoded: Encoded) -> Segment:
-        """The segment that has just been written."""
+        """A segment that was just written."""
         return cls(fs, descriptors, path, encoded.layout, len(encoded.head), dict(encoded.index))
 
     @property
     def checksums(self) -> Array:
-        """xxh3-64 of each row, shape ``(n,)``; of a segment that was opened with its index."""
+        """xxh3-64 of each row, shape ``(n,)``; only for a segment opened with its index."""
         assert self._checksums is not None
         return self._checksums
 
@@ -310,7 +309,7 @@ class Segment:
             yield self.layout.schema, np.arange(len(rows))
             return
         shapes = self._shapes[rows]
-        if (shapes == shapes[:1]).all():  # this costs far less than finding out how many there are
+        if (shapes == shapes[:1]).all():  # far cheaper than `np.unique`
             if len(rows):
                 yield self._schema_of(shapes[0].tolist()), np.arange(len(rows))
             return
@@ -319,14 +318,14 @@ class Segment:
             yield self._schema_of(extents), np.flatnonzero(inverse.reshape(-1) == i)
 
     def is_away(self) -> bool:
-        """Whether rows may have to come over a network."""
+        """Whether rows may have to be fetched over a network."""
         try:
             return self.fs.is_remote and self.fs.is_away(self._descriptors.get(self.path))
         except OSError:  # reading will meet the same error
             return False
 
     def read_ahead(self, rows: Array) -> None:
-        """Have the system read rows ahead: numbers of rows, shape ``(m,)``."""
+        """Ask the system to read rows ahead; `rows` are numbers of rows, shape ``(m,)``."""
         file = self._descriptors.get(self.path)
         blocks = np.unique(rows // max(1, self.layout.rows_per_block))
         starts, ends = self._ranges(blocks)
@@ -348,13 +347,13 @@ class Segment:
         rows : ndarray of int64, shape (m,)
             Numbers of the rows in the segment.
         columns : list of ndarray of uint8, shape (k, bytes)
-            One for each leaf; `bytes` are those of the leaf in one row.
+            One for each leaf; `bytes` is the leaf's size in one row.
         targets : ndarray of int64, shape (m,)
-            Where in the columns each row goes, less than k.
+            Position in the columns for each row, less than k.
         waited : callable
-            Called when a read took so long that the disk was waited for.
+            Called when a read was so slow that it must have waited for the disk.
         checksums : ndarray of uint64, shape (m,), optional
-            Those of the rows, for a segment that was opened without its index.
+            Checksums of the rows, for a segment opened without its index.
         """
         if len(rows) == 0:
             return True
@@ -377,7 +376,7 @@ class Segment:
         return bool((found == expected).all())
 
     def check(self) -> int:
-        """Read all rows; how many of them are damaged."""
+        """Read all rows; returns how many are damaged."""
         damaged = 0
         row_bytes = max(1, self.layout.schema.row_bytes)
         step = 1 if self._shapes is not None else max(1, _CHECKED_AT_ONCE // row_bytes)
@@ -401,7 +400,7 @@ class Segment:
         targets: list[int],
         waited: Waited,
     ) -> None:
-        """Read rows straight to where they go, those that lie together by one call."""
+        """Read rows directly into the columns, neighbours by one call."""
         starts, ends = self._ranges(rows)
         views = [(column.reshape(-1).data, column.shape[1]) for column in columns if column.shape[1]]
         if ((ends - starts) != sum(size for _, size in views)).any():
@@ -420,7 +419,7 @@ class Segment:
         targets: Array,
         waited: Waited,
     ) -> None:
-        """Read and decode blocks, some at a time, so that they stay in the processor's cache."""
+        """Read and decode blocks, a few at a time, so that they stay in the CPU cache."""
         per_block = self.layout.rows_per_block
         numbers = rows // per_block
         blocks, firsts = np.unique(numbers, return_index=True)

@@ -1,8 +1,9 @@
 """The arguments of a call: the batched ones, and canonical bytes of all others.
 
-`Signature` binds the arguments of a call to names, and has an `ArgumentEncoder` go through them: tensors are
-batched, sequences that `item_args` names have one entry per item, objects with state count by what they are
-now, and of the rest the bytes count for all items. `BoundCall.take` is the call for some of the items.
+`Signature` binds the arguments of a call to names, and an `ArgumentEncoder` reads them: tensors are batched,
+sequences named in `item_args` have one entry per item, objects with state count by their current state and
+code, and everything else counts, as bytes, for all items. `BoundCall.take` makes the call for some of the
+items.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from torchcache2.identity.walk import has_plain_state
 Digests = np.ndarray[Any, np.dtype[np.uint8]]
 
 _ARRAYS = (np.ndarray, np.memmap)  # compared with the exact type, as a masked array also has a mask
-_SHORT = 256  # bytes; to copy so few is cheaper than to hash in two steps
+_SHORT = 256  # bytes; copying so few is cheaper than hashing in two steps
 _ENTRIES = "_encodings"  # the attribute of a tokenizer's output with one object per text
 _MOST_KEEPERS = 64
 _DEFAULT = b"default"
@@ -50,25 +51,25 @@ _MISSING = object()
 
 
 class UncachedArgumentError(Exception):
-    """An argument with which a call is passed to the plain forward; the text says where it is, and what."""
+    """An argument for which the call bypasses the cache; the text says which one, and why."""
 
 
 # Sequences with one entry per item, and mappings that are no dicts, such as the output of a tokenizer.
 
 
 class _Column(NamedTuple):
-    """A class of another library for a column of a table, by the module that has it."""
+    """Another library's class for a column of a table, by its module."""
 
     module: str
     name: str
-    # What a column has besides its entries; a text about their type is first.
+    # A column's other state; the entries' type, as text, comes first.
     form: Callable[[Any], list[Any]]
     entries: Callable[[Any], Any]
     take: Callable[[Any, list[int]], Any]  # a column of the entries at some positions
 
 
 def _is_numbered(series: Any) -> bool:
-    """Whether the labels of a series of pandas are the positions, so that they say nothing of an entry."""
+    """Whether the labels of a pandas series are just positions."""
     index = series.index
     return type(index).__name__ == "RangeIndex" and index.start == 0 and index.step == 1
 
@@ -86,7 +87,7 @@ def _of_series(series: Any, positions: list[int]) -> Any:
 def _of_dataset(column: Any, positions: list[int]) -> Any:
     if hasattr(column.source, "select"):
         return type(column)(column.source.select(positions), column.column_name)
-    return column[positions]  # a column inside of another one, as a list
+    return column[positions]  # a nested column, as a list
 
 
 _COLUMNS = (
@@ -106,10 +107,10 @@ _COLUMNS = (
 
 
 def _column(value: Any) -> _Column | None:
-    """How to read a column of a table; None if it is no column, or has categories beside its entries."""
+    """How to read a column of a table; None if it is none, or has categories."""
     for column in _COLUMNS:
         kind = getattr(sys.modules.get(column.module), column.name, None)
-        # Only the library's own classes: a user's subclass may have state that is not in its entries.
+        # Only the library's own classes: a user's subclass may have state besides its entries.
         if kind is not None and isinstance(value, kind) and type(value).__module__.startswith(column.module):
             return None if column.form(value)[0].startswith(("category", "dictionary")) else column
     return None
@@ -121,7 +122,7 @@ def _is_sequence(value: Any) -> bool:
 
 
 def _is_plain_sequence(value: Any) -> bool:
-    """Whether a value is a sequence that has nothing but its entries, so that some can be taken."""
+    """Whether a value is a sequence with nothing but entries, so that some can be taken."""
     return (type(value) in (list, tuple, *_ARRAYS) and _is_sequence(value)) or _column(value) is not None
 
 
@@ -143,7 +144,7 @@ def _digests(value: Any, path: str, encode: Callable[[Any, str], bytes]) -> Dige
 
 
 def _digest_of(head: bytes, row: Any) -> bytes:
-    """The digest of a head and the bytes of a row, which are not copied if they lie in order."""
+    """The digest of a head and a row's bytes, which are not copied if contiguous."""
     state = xxh3_128(head)
     state.update(np.ascontiguousarray(row).reshape(-1).view(np.uint8).data)
     return state.digest()
@@ -155,7 +156,7 @@ def _take_entries(value: Any, positions: Tensor) -> Any:
         return value[positions.numpy()]
     if (column := _column(value)) is not None:
         return column.take(value, positions.tolist())
-    # Containers are copied: a forward that changes one runs again, and must change the caller's only once.
+    # Copy containers: if a forward changes one, it runs again, and must change the caller's only once.
     taken = [mapped(_copied, value[i]) for i in positions.tolist()]
     return tuple(taken) if isinstance(value, tuple) else taken
 
@@ -171,7 +172,7 @@ def _mapping_entries(value: UserDict[Any, Any]) -> list[Any] | None:
 
 
 def argument_leaves(args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
-    """Everything that is no container among the arguments of a call."""
+    """All values except containers among the arguments of a call."""
     leaves = []
     for leaf in leaves_of((args, dict(kwargs))):
         leaves += argument_leaves((), leaf.data) if isinstance(leaf, UserDict) else [leaf]
@@ -182,7 +183,7 @@ def argument_leaves(args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
 
 
 class ObjectSeen(NamedTuple):
-    """An object among the arguments of a call, its keeper, and what that has seen of it for this call."""
+    """An object among the arguments of a call, its keeper, and its state as seen for this call."""
 
     value: Any
     keeper: NamespaceKeeper
@@ -190,9 +191,9 @@ class ObjectSeen(NamedTuple):
 
 
 class _ObjectKeepers:
-    """A `NamespaceKeeper` for each object that calls have as an argument. Safe under threads.
+    """A `NamespaceKeeper` for each object that calls get as an argument. Thread-safe.
 
-    Modules are held weakly: what is given to calls for a while, such as a text encoder, can be freed.
+    Holds modules weakly, so that a module passed for a while, such as a text encoder, can be freed.
     """
 
     def __init__(self) -> None:
@@ -200,9 +201,9 @@ class _ObjectKeepers:
         self._keepers: dict[int, tuple[Callable[[], Any], NamespaceKeeper]] = {}
 
     def look(self, value: Any, path: str) -> ObjectSeen:
-        """What an object is now, by its state and code; `UnencodableError` if that cannot be read."""
+        """The current state and code of an object; `UnencodableError` if they cannot be read."""
         keeper = self._keeper(value)
-        # An object of the user's own class may hold data that changes between two calls.
+        # An object of a project class may hold data that changes between two calls.
         is_own = sourcecode.origin(type(value)) not in ("installed", "torch")
         if not (isinstance(value, nn.Module) or keeper.notices_all(large=is_own)):
             keeper.distrust_structure()
@@ -222,7 +223,7 @@ class _ObjectKeepers:
                     keepers.clear()
                 keeper = NamespaceKeeper(type(value).__name__, CacheSettings(), is_argument=True)
                 try:
-                    # A keeper keeps submodules and weights alive, so it goes with its module.
+                    # A keeper keeps submodules and weights alive, so it must go with its module.
                     reference = weakref.ref(value, lambda _: keepers.pop(key, None) and None)
                 except TypeError:
                     reference = lambda: value  # noqa: E731
@@ -230,14 +231,14 @@ class _ObjectKeepers:
             return keeper
 
 
-# What is written down of a call.
+# The bytes of a call.
 
 
 class _ValueEncoder(Encoder):
     """Canonical bytes of plain values, tensors by content, and images."""
 
     def other(self, value: Any, path: str) -> bytes:
-        """Encode columns of tables, images of PIL, and the encodings of a tokenizer."""
+        """Encode columns of tables, PIL images, and a tokenizer's encodings."""
         if (column := _column(value)) is not None:
             entries = [self.kind(type(value), path).hex(), column.form(value), list(column.entries(value))]
             return b"V" + self.encode(entries, path)
@@ -245,8 +246,8 @@ class _ValueEncoder(Encoder):
         if images is not None and isinstance(value, images.Image):
             if getattr(value, "is_animated", False):
                 raise UnencodableError(path, value, "with several frames, of which only one could count")
-            value.load()  # an image that was opened from a file has all of its `info` only now
-            # Besides its pixels, conversions of an image read its palette and `info`.
+            value.load()  # an opened file's `info` is complete only now
+            # Conversions of an image also read its palette and `info`.
             palette = value.palette and value.getpalette(value.palette.mode)
             head = [value.mode, value.size, palette, value.format, dict(value.info)]
             return b"B" + self.encode(head, path) + xxh3_128_digest(value.tobytes())
@@ -256,10 +257,10 @@ class _ValueEncoder(Encoder):
 
 
 class ArgumentEncoder(_ValueEncoder):
-    """Collects what is batched, or may be, and encodes the rest.
+    """Collects arguments that are, or may be, batched, and encodes the rest.
 
-    `elsewhere` says where objects that cannot be read belong, and `keepers` read the others. With
-    `takes_arrays`, arrays are batched as tensors are.
+    `elsewhere` is advice for objects that cannot be read; `keepers` read the others. With `takes_arrays`,
+    arrays are batched like tensors.
     """
 
     def __init__(self, elsewhere: str, keepers: _ObjectKeepers, *, takes_arrays: bool = False) -> None:
@@ -267,8 +268,8 @@ class ArgumentEncoder(_ValueEncoder):
         self.leaves: list[tuple[str, Tensor]] = []  # batched tensors
         self.shared: list[Tensor] = []  # tensors that count by content
         self.entries: list[tuple[str, Digests]] = []  # of sequences with one entry per item
-        self.taken: set[int] = set()  # the identities of those that are arguments, or in one
-        self.sequences: list[tuple[str, Any]] = []  # others, which may have one entry per item
+        self.taken: set[int] = set()  # ids of those that are, or are in, arguments
+        self.sequences: list[tuple[str, Any]] = []  # other sequences, which may have one entry per item
         self.objects: list[ObjectSeen] = []
         self._keepers, self._elsewhere, self._takes_arrays = keepers, elsewhere, takes_arrays
         self._is_shared = self._is_in_entry = False
@@ -312,7 +313,7 @@ class ArgumentEncoder(_ValueEncoder):
             raise UncachedArgumentError(f"argument {path} is a meta tensor, without data")
         if self._is_shared:
             self.shared.append(value)
-            # Convolutions pass the memory format on to their output, so it counts as for batched tensors.
+            # Convolutions pass on the memory format, so it counts as for batched tensors.
             is_last = value.dim() in (4, 5) and is_channels_last(value)
             return super().tensor(value, path) + (b"channels last" if is_last else b"")
         if self._unregistered:
@@ -329,9 +330,9 @@ class ArgumentEncoder(_ValueEncoder):
         return path.encode()
 
     def other(self, value: Any, path: str) -> bytes:
-        """Read modules, functions, tokenizers and other objects that compute, as closures are read.
+        """Read modules, functions, tokenizers and other callable objects like closures.
 
-        Objects that cannot be called may be data, such as what a model keeps for its next call.
+        Objects that are not callable may be data, such as a model's state for its next call.
         """
         is_code = isinstance(value, (torch.nn.Module, types.FunctionType, types.MethodType))
         is_object = callable(value) and hasattr(value, "__dict__") and has_plain_state(value)
@@ -343,7 +344,7 @@ class ArgumentEncoder(_ValueEncoder):
         return b"M" + found.seen.namespace + self.encode(options, path)
 
     def inside_itself(self, value: Any, path: str) -> bytes:
-        """Refuse a container that contains itself, as no part of it could be taken."""
+        """Refuse a container that contains itself: items cannot be taken from it."""
         raise UnencodableError(path, value, "that holds itself")
 
     def _encode_compound(self, value: Any, kind: type, path: str) -> bytes:
@@ -361,7 +362,7 @@ class ArgumentEncoder(_ValueEncoder):
         return data
 
     def compound(self, value: Any, kind: type, path: str) -> bytes:
-        """Go into what `take` can rebuild: mappings, and registered pytree nodes."""
+        """Encode the children of what `take` can rebuild: mappings and registered pytree nodes."""
         if isinstance(value, UserDict):
             state = {name: item for name, item in vars(value).items() if name != "data"}
             if (entries := _mapping_entries(value)) is not None:
@@ -404,16 +405,16 @@ class ArgumentEncoder(_ValueEncoder):
         return count
 
 
-@dataclasses.dataclass(eq=False)  # frozen ones take several times as long to make
+@dataclasses.dataclass(eq=False)  # frozen ones are several times slower to make
 class BoundCall:
     """One call of a forward."""
 
     args: tuple[Any, ...]  # as the caller gave them
     kwargs: Mapping[str, Any]
-    names: tuple[str, ...]  # the parameter that each of `args` goes to
+    names: tuple[str, ...]  # the parameter of each of `args`
     leaves: list[tuple[str, Tensor]]  # batched tensors with their paths
     entries: list[tuple[str, Digests]]  # digests of the entries of arguments with one entry per item
-    # Other sequences as long as the batch: nobody has said whether they have one entry per item.
+    # Other sequences as long as the batch, not known to have one entry per item.
     aligned: list[tuple[str, Digests]]
     context: bytes  # canonical bytes of the other arguments, `aligned` ones included
     batch_size: int
@@ -425,7 +426,7 @@ class BoundCall:
 
     @property
     def device(self) -> torch.device | None:
-        """The device of the first batched tensor, or else of the first in an object; None without any."""
+        """The device of the first batched tensor, else of the first in an object; None without any."""
         tensors = [tensor for _, tensor in self.leaves] or [
             t for one in self.objects for t in one.seen.tensors.tensors
         ]
@@ -450,7 +451,7 @@ class BoundCall:
     def take(self, positions: Tensor, *, aligned: bool = False) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments for a call with the items at `positions` (int64, CPU) alone.
 
-        With `aligned`, the arguments as long as the batch are taken too, as if they had one entry per item.
+        With `aligned`, arguments as long as the batch are split too, as if they had one entry per item.
         """
         index = sent(positions, [tensor.device for _, tensor in self.leaves])
         picked = {id(t): select(t, index[t.device]) for _, t in self.leaves}
@@ -482,7 +483,7 @@ class BoundCall:
         return args, {name: pick(name, value) for name, value in self.kwargs.items()}
 
     def is_changed(self, now: BoundCall, positions: Tensor) -> bool:
-        """Whether arguments that were taken at some positions, and are `now` bound again, have changed."""
+        """Whether arguments taken at some positions have changed, according to `now`, their new binding."""
         entries = [digests[positions.numpy()] for _, digests in self.entries]
         same = len(entries) == len(now.entries) and all(
             np.array_equal(before, after) for before, (_, after) in zip(entries, now.entries, strict=True)
@@ -491,11 +492,11 @@ class BoundCall:
 
 
 class Signature:
-    """Names the arguments of a forward; that of a module is a bound method.
+    """Names the arguments of a forward, which for a module is a bound method.
 
-    `method` is the name of the method, as arguments of two methods of an object may be equal.
-    `shared` are parameters whose tensors belong to the whole batch, and `item_args` have one entry per item.
-    An `OptionError` is raised if one of these is no parameter.
+    `method` is part of the key, as two methods of an object may get equal arguments. Tensors of the
+    parameters in `shared` belong to the whole batch, and those in `item_args` have one entry per item. Raises
+    `OptionError` for names of no parameter.
     """
 
     def __init__(
@@ -510,7 +511,7 @@ class Signature:
         self._signature = inspect.signature(function)
         parameters = list(self._signature.parameters.values())
         self._keepers = _ObjectKeepers()
-        self._renamed: dict[str, Any] = {}  # what parameters are called now, by older names of them
+        self._renamed: dict[str, Any] = {}  # new names of parameters, by older names
         self._starts: dict[tuple[str, ...], bytes | None] = {}  # see `_start`
         self._elsewhere = "have the function close over other objects"
         if inspect.ismethod(function):
@@ -521,10 +522,10 @@ class Signature:
         self._positional = tuple(p.name for p in parameters if p.kind in positional)
         self._variadic = next((p.name for p in parameters if p.kind is _KINDS.VAR_POSITIONAL), None)
         self._keywords = next((p.name for p in parameters if p.kind is _KINDS.VAR_KEYWORD), None)
-        # Large models have dozens of parameters with such defaults, so these are not encoded at each call.
+        # Large models have dozens of such defaults, so encode them once.
         plain = [parameter for parameter in parameters if type(parameter.default) in _PLAIN]
         self._defaults = {p.name: (p.name.encode(), self._encode_default(p)) for p in plain}
-        # How many arguments have to be given by position if none is given by name.
+        # How many arguments are required by position if none is given by name.
         required = [
             p
             for p in parameters
@@ -540,7 +541,7 @@ class Signature:
     def _options(
         self, option: str, function: Callable[..., Any], given: Iterable[str], method: str
     ) -> tuple[str, ...]:
-        """The parameters that an option names, with their new names if it has older ones."""
+        """The parameters named by an option, and their new names if it has older ones."""
         names = list(self._signature.parameters)
         found = tuple(given)
         for name in found:
@@ -552,12 +553,12 @@ class Signature:
         return found
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundCall:
-        """Name the arguments of a call, and tell batched tensors from the rest.
+        """Name the arguments of a call, and separate batched tensors from the rest.
 
         Raises
         ------
         TypeError
-            If the arguments do not fit the signature, as Python would.
+            If the arguments do not fit the signature, as in Python.
         InputError
             If nothing is batched, or batch sizes differ.
         UnhashableArgumentError
@@ -575,7 +576,7 @@ class Signature:
             arguments: Mapping[str, Any] = self._signature.bind(*args, **named).arguments
         else:
             arguments = dict(zip(self._positional, args, strict=False))
-        # An array is a batch only if no tensor and no `item_args` is one: beside these, it may be shared.
+        # An array is batched only if no tensor or `item_args` is: beside these, it may be shared.
         is_told = self._item_args or any(
             isinstance(value, Tensor) and name not in self._shared for name, value in arguments.items()
         )
@@ -604,7 +605,7 @@ class Signature:
         )
 
     def _bind_tensors(self, args: tuple[Any, ...]) -> BoundCall | None:
-        """The same for batched tensors by position and nothing else, as most calls are; None otherwise."""
+        """Like `bind`, for the usual call with just batched tensors by position; None for others."""
         names = self._positional[: len(args)]
         start = self._starts[names] if names in self._starts else self._start(names)
         if start is None or not all(map(_is_dense, args)) or len({*map(id, args)}) < len(args):
@@ -616,7 +617,7 @@ class Signature:
         return BoundCall(args, {}, names, leaves, [], [], context, size, set(), set(), (), [], [])
 
     def _start(self, names: tuple[str, ...]) -> bytes | None:
-        """How the context of a call begins that gives these parameters batched tensors; None if unknown."""
+        """The start of the context of a call with batched tensors for these parameters; None if unknown."""
         parameters = self._signature.parameters
         plain = {*names, *self._defaults, self._variadic, self._keywords}
         if not names or self._shared or self._item_args or not parameters.keys() <= plain:

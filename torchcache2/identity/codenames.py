@@ -1,4 +1,4 @@
-"""Which names code takes: globals with their attributes, imports, and what cannot be followed."""
+"""The names that code uses: globals with their attributes, imports, and what cannot be followed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 _TAKING = frozenset(dis.opmap[name] for name in ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_NAME"))
 _BY_NAME = ("getattr", "vars")
 IMPORTING = ("import_module", "__import__")
-# Through these attributes code reaches other code that it does not name.
+# Attributes that lead to code without naming it.
 _LEADS_ANYWHERE = ("__subclasses__", "__globals__")
 
 
@@ -26,13 +26,13 @@ class Names(NamedTuple):
     """What code names."""
 
     chains: list[tuple[str, ...]]  # globals and their attributes, as ``(name, attr, …)``
-    imports: list[str]  # what it imports as it runs, with names taken from that: ``..package.name``
-    looked_up: list[tuple[str, ...]]  # chains of which it reads attributes by computed names
-    unfollowed: list[str]  # other ways in which it reaches what it does not name
+    imports: list[str]  # imports at run time, with imported names: ``..package.name``
+    looked_up: list[tuple[str, ...]]  # chains whose attributes it reads by computed names
+    unfollowed: list[str]  # other ways to reach what it does not name
 
 
 def steps_of(code: types.CodeType) -> list[dis.Instruction]:
-    """The instructions of code, each of which has one name: Python 3.13 has some with two."""
+    """The instructions of code, with one name each: splits those of Python 3.13 that have two."""
     found = []
     for step in dis.get_instructions(code):
         names = re.findall("(?:LOAD|STORE)_FAST", step.opname)
@@ -45,7 +45,7 @@ def steps_of(code: types.CodeType) -> list[dis.Instruction]:
 
 
 def chains_in(steps: list[dis.Instruction]) -> Iterator[tuple[int, int]]:
-    """Where each chain of attributes begins and ends; what begins it may be any instruction."""
+    """Start and end of each chain of attributes; any instruction may begin one."""
     start = 0
     while start < len(steps):
         end = start + 1
@@ -56,15 +56,15 @@ def chains_in(steps: list[dis.Instruction]) -> Iterator[tuple[int, int]]:
 
 
 def names_of(code: types.CodeType) -> Names:
-    """What code and the code nested in it name."""
+    """The names in code and in its nested code."""
     chains, imports, looked_up = set[tuple[str, ...]](), set[str](), set[tuple[str, ...]]()
     unfollowed = names_in(code).intersection(_LEADS_ANYWHERE)
     for inner in code_objects(code):
-        if _TAKING.isdisjoint(inner.co_code[::2]):  # most small functions take no name, and `dis` is slow
+        if _TAKING.isdisjoint(inner.co_code[::2]):  # most small functions use no name, and `dis` is slow
             continue
         steps = steps_of(inner)
         imported = ""
-        is_lookup = False  # the chain is the first argument of a function that takes attributes by name
+        is_lookup = False  # the chain is the first argument of ``getattr`` or the like
         for start, end in chains_in(steps):
             step, chain = steps[start], _chain(steps[start:end])
             if step.opname == "IMPORT_NAME":
@@ -90,7 +90,7 @@ def names_of(code: types.CodeType) -> Names:
 
 
 def _is_argument(steps: list[dis.Instruction]) -> bool:
-    """Whether a text is an argument as it is: next comes the call, or a default that nothing computes."""
+    """Whether a constant text is an argument: next comes the call, or a simple default."""
     if steps[0].opname.startswith("CALL"):
         return True
     _, end = next(chains_in(steps))
@@ -99,17 +99,17 @@ def _is_argument(steps: list[dis.Instruction]) -> bool:
 
 
 def _chain(steps: list[dis.Instruction]) -> tuple[str, ...]:
-    """The names in a chain that begins with a global, or with what imports."""
+    """The names in a chain that begins with a global, or with a function that imports."""
     names = tuple(str(step.argval) for step in steps)
     if steps[0].opname in ("LOAD_GLOBAL", "LOAD_NAME"):
         return names
-    # The function may be of a module that the code has imported itself.
+    # The code may have imported the importing function itself.
     importing = [n for n, step in enumerate(steps) if step.argval in IMPORTING and "LOAD_" in step.opname]
     return names[importing[0] :] if importing else ()
 
 
 def resolved(name: str, package: str | None) -> list[str]:
-    """The full name of a module, by the package that it is imported in; none if there is no such package."""
+    """The full name of a module imported in a package; empty if there is no such package."""
     if not name.startswith("."):
         return [name]
     try:
@@ -119,7 +119,7 @@ def resolved(name: str, package: str | None) -> list[str]:
 
 
 def spec_of(name: str) -> ModuleSpec | None:
-    """Where a module is that has not been imported, and is not imported by this; None if there is none."""
+    """Find a module without importing it; None if there is none."""
     outer = name.rpartition(".")[0]
     folders: list[str] | None = None
     if outer in sys.modules:
@@ -129,7 +129,7 @@ def spec_of(name: str) -> ModuleSpec | None:
     for finder in sys.meta_path if folders or not outer else ():
         try:
             spec = finder.find_spec(name, folders)
-        except Exception:  # somebody else's finder may raise anything
+        except Exception:  # another library's finder may raise anything
             continue
         if spec is not None:
             return spec

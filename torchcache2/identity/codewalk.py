@@ -1,8 +1,8 @@
-"""`CodeWalk`: classes and functions as named parts, with everything that their code names.
+"""`CodeWalk`: reads classes and functions as named parts, with everything that their code names.
 
-Project code is read function by function: source, defaults, closure, and the globals and imports that it
-names. Each class and function becomes one part, under a label that does not depend on where its file is. Of
-a module that is used as a whole, or imported inside of a function, count the names that project code takes.
+It reads project code function by function: source, defaults, closure, and the globals and imports that it
+names. Each class and function becomes one part, under a label that does not depend on its file's location. If
+code uses a module as a whole, or imports one inside a function, only the names that project code uses count.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
+from xxhash import xxh3_128
 
 from torchcache2.core.private import OPERATOR_FIELDS
 from torchcache2.identity import libraries, marks, sourcecode
@@ -34,32 +35,41 @@ from torchcache2.identity.sourcecode import CompiledTexts, cells_of, names_in
 from torchcache2.identity.uses import Uses, UseTable, has_fields, is_plain, taken_by, uses_of
 
 _MISSING = object()
-# Code that calls these reaches things that it does not name. `locals` reaches only what the code names.
+# Code that calls these reaches things that it does not name. (`locals` reaches only named things.)
 _UNFOLLOWED = (eval, exec, globals, sys.modules)
 _IMPORTERS = (importlib.import_module, __import__)
 _CODE = (type, types.FunctionType, types.MethodType, types.ModuleType, staticmethod, classmethod, property)
-# Attributes of a class that the class statement adds by itself.
+# Attributes that every class statement adds.
 _CLASS_NOISE = frozenset(
     (
         *("__module__", "__dict__", "__weakref__", "__doc__", "__qualname__", "__firstlineno__"),
         *("__static_attributes__", "__annotations__", "__annotate__", "__annotate_func__"),
         *("__annotations_cache__", "__parameters__", "__orig_bases__", "__abstractmethods__", "_abc_impl"),
-        *("__slots__", "__slotnames__", "__match_args__", "__dataclass_fields__", "__dataclass_params__"),
+        *("__slots__", "__slotnames__", "__dataclass_fields__", "__dataclass_params__"),
         *("__signature__", "__classdictcell__", "_member_map_", "_value2member_map_", "_unhashable_values_"),
         *("_hashable_values_", "_value_repr_", "__new_member__", "_generate_next_value_"),
     )
 )
+# Further facts that code may ask of a class: names used for asking, and how to read them.
+_TOLD: dict[frozenset[str], Callable[[type], Any]] = {
+    frozenset(("__annotations__", "get_type_hints", "get_annotations")): inspect.get_annotations,
+    frozenset(("__orig_bases__", "get_original_bases")): lambda kind: vars(kind).get("__orig_bases__"),
+    frozenset(("__dataclass_fields__", "fields")): lambda kind: [
+        [name, field.type, dict(field.metadata)]
+        for name, field in vars(kind).get("__dataclass_fields__", {}).items()
+    ],
+}
+_ORDERED = frozenset(("vars", "__dict__", "__slots__"))  # by these, code takes attributes in their order
 _MODULE_NOISE = vars(types.ModuleType("")).keys() | {"__builtins__", "__cached__", "__file__", "__path__"}
 _FUNCTION_FIELDS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _WRAPPER_FIELDS = attrgetter("__dict__", "__code__")
 
 
 class CodeWalk(Encoder):
-    """The part of a walk that goes from code to what it names.
+    """The part of a walk that follows code to what it names.
 
-    `tokens` are random bytes, by id, for objects that cannot be read, `texts` what source files compile to.
-    A caller that walks again passes both again, so that an object keeps its token. What the patterns in
-    `ignore` match is left out.
+    `tokens` are random bytes, by id, for unreadable objects; `texts` caches compiled source files. Pass both
+    again in later walks, so that objects keep their tokens. Leaves out what the patterns in `ignore` match.
     """
 
     def __init__(
@@ -70,53 +80,55 @@ class CodeWalk(Encoder):
     ) -> None:
         super().__init__()
         self.parts: dict[str, bytes] = {}  # canonical bytes of each part
-        self.unread: list[str] = []  # where something was met that cannot be read
-        self.not_imported: set[str] = set()  # modules that code imports as it runs
-        self.ignore: dict[str, re.Pattern[str]] = {}  # what the user leaves out of the key
+        self.unread: list[str] = []  # paths of unreadable values
+        self.not_imported: set[str] = set()  # modules that code imports at run time
+        self.ignore: dict[str, re.Pattern[str]] = {}  # patterns that the user leaves out of the key
         for text in ignore:
             pattern = re.escape(text).replace(r"\*", ".*").replace(r"\?", ".")
             self.ignore[text] = re.compile(pattern, re.DOTALL)
-        self.ignored: dict[str, list[str]] = {}  # by path, the patterns for which something was left out
-        # What was read, to notice when it changes: globals and attributes, and cells of closures.
+        self.ignored: dict[str, list[str]] = {}  # by path, the patterns that left it out
+        # Values read, to notice changes: globals and attributes, and cells of closures.
         self.scopes: list[tuple[Mapping[str, Any], str, Any]] = []
         self.cells: list[tuple[types.CellType, Any]] = []
-        self.dicts: list[Collection[Any]] = []  # their number of elements is compared: a new one would count
-        # Further values that are compared by identity: a function reads a tuple of them from an object.
+        self.dicts: list[Collection[Any]] = []  # compared by number of elements, as new ones count
+        # Functions that read a tuple from an object, compared by identity.
         self.reads: list[tuple[Callable[[Any], tuple[Any, ...]], Any]] = []
-        # What code only writes, which counts nowhere, but is put back where a forward is undone.
+        # What code only writes: it is not in the key, but `Undo` restores it.
         self.written: list[tuple[str, Any]] = []  # containers
         self.written_scopes: list[tuple[Mapping[str, Any], str]] = []
         self.written_cells: list[types.CellType] = []
-        self.assigned: set[str] = set()  # the names of all of this
+        self.assigned: set[str] = set()  # names of all of these
         self.uses = UseTable()
-        self.in_hook = False  # hooks are there to collect, so what they only write counts anyway
+        self.in_hook = False  # values that hooks only write count, as others may read them
         self.origins = sourcecode.Origins()
-        self.is_foreign = False  # whether what is being read is not the user's own code
+        self.is_foreign = False  # whether the code being read is not the user's own
         self._tokens, self._texts = tokens, texts
         self._code_of_others = libraries.InstalledCode(self.origins, texts)
         self._refilled: dict[int, Any] = {}  # containers, by id, that a function clears and then reads
-        self._taken: dict[int, tuple[Any, set[str]]] = {}  # objects of which only some fields are read, by id
-        self._skipped: list[tuple[str, str, Any]] = []  # what was left out, where, and its value
+        self._taken: dict[int, tuple[Any, set[str]]] = {}  # objects read only in part: their fields, by id
+        self._skipped: list[tuple[str, str, Any]] = []  # left-out attributes: name, path, value
         self._versions: dict[str, str] = {}
         self._taken_names: set[str] = set()  # names and texts in project code
-        self._words_of_others: set[str] = set()  # in files of packages that may read what was left out
-        self._whole: dict[int, types.ModuleType] = {}  # modules of which code may take any name
-        # Classes of others, by id, as users may set attributes there. No walk leads to those of tensors.
+        self._words_of_others: set[str] = set()  # in files of packages that may read left-out attributes
+        self._own_classes: list[type] = []  # those of the project
+        self._order = xxh3_128()  # of the names in them and in their objects
+        self._whole: dict[int, types.ModuleType] = {}  # modules used as a whole
+        # Other packages' classes, by id, as users may set attributes there. No walk reaches tensors' classes.
         self._foreign: dict[int, type] = {id(kind): kind for kind in (Tensor, nn.Parameter)}
-        self._held: set[int] = set()  # ids of those that code may pass on, as it has them as a value
+        self._held: set[int] = set()  # ids of classes that code uses as values
         self._computes_names = False  # whether project code reads attributes by computed names
-        # What was written down: of modules and of installed code, by label, and of what was left out.
+        # Labels of what was written: of modules, installed code, and left-out attributes.
         self._done: set[Any] = set()
-        # Ids of constructors of modules. These may compute names, as the walk reads what they have made.
+        # Ids of modules' constructors. These may compute names, as the walk reads their results.
         self._constructors: set[int] = set()
-        self._methods: dict[int, tuple[str, type]] = {}  # by id of a function of a class that is being read
+        self._methods: dict[int, tuple[str, type]] = {}  # by id of a function of the class being read
         self._uses_of_methods: dict[int, Uses] = {}
-        self._labels: dict[int, bytes] = {}  # of classes, functions and modules that were seen
+        self._labels: dict[int, bytes] = {}  # of the classes, functions and modules seen
         self._label_counts: dict[str, int] = {}
         self._kept_alive: list[Any] = []  # objects that must live as long as their ids are used
 
     def label(self, obj: Any, label: str) -> bytes:
-        """Give an object that is met for the first time a label, which is unique in this walk."""
+        """Give a new object a label, unique in this walk."""
         self._kept_alive.append(obj)
         self.uses.meet(obj)
         count = self._label_counts[label] = self._label_counts.get(label, 0) + 1
@@ -124,14 +136,14 @@ class CodeWalk(Encoder):
         return self._labels[id(obj)]
 
     def unreadable(self, value: Any, path: str) -> bytes:
-        """A token that stands for this object in this process."""
+        """A token for an unreadable object, valid in this process."""
         self.uses.is_dynamic = True  # nothing is known about what this reads
         self.unread.append(path or type(value).__qualname__)
         _, token = self._tokens.setdefault(id(value), (value, os.urandom(16)))
         return b"?" + token
 
     def ignores(self, value: Any, path: str) -> bool:
-        """Whether the user has said that a value at a path changes no output. Code always counts."""
+        """Whether the user ignores the value at a path. Code always counts."""
         found = [text for text, pattern in self.ignore.items() if pattern.fullmatch(path)]
         if not found or isinstance(value, _CODE):
             return False
@@ -139,7 +151,7 @@ class CodeWalk(Encoder):
         return True
 
     def without_ignored(self, state: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """The values whose paths, which are the names behind `where`, the user does not leave out."""
+        """The values whose paths (`where` and their name) the user does not ignore."""
         return {name: one for name, one in state.items() if not self.ignores(one, f"{where}{name}")}
 
     def without_skipped(self, kind: type, state: Mapping[str, Any], path: str) -> dict[str, Any]:
@@ -159,14 +171,14 @@ class CodeWalk(Encoder):
         return kept
 
     def watch_names(self, scope: Mapping[str, Any], names: Collection[str]) -> None:
-        """Have it noticed when names of a scope stand for other objects."""
+        """Watch names of a scope for other objects."""
         if names:
-            # There are two names at least, so that `itemgetter` always returns a tuple.
+            # At least two names, so that `itemgetter` returns a tuple.
             self.reads.append((itemgetter(*sorted(names), min(names)), scope))
 
     @contextlib.contextmanager
     def inside(self, code: Any) -> Iterator[None]:
-        """Note whose code a class or function is, while what is in it is read."""
+        """Note whose code a class or function is, while reading it."""
         before, origin = self.is_foreign, self.origins.of(code)
         is_theirs = origin == "installed" or isinstance(code, types.FunctionType)
         is_theirs = is_theirs or (origin == "torch" and not issubclass(code, nn.Module))
@@ -177,7 +189,7 @@ class CodeWalk(Encoder):
             self.is_foreign = before
 
     def write_all(self) -> bool:
-        """Write down what code takes by the ways that show only when code is known; whether there is more."""
+        """Write what becomes known only after reading code; returns whether there was more."""
         before = len(self._done)
         found = self._code_of_others.found
         for path in sorted(found.keys() - self._done):
@@ -202,6 +214,11 @@ class CodeWalk(Encoder):
                 if (id(kind), name) not in self._done:
                     self._done.add((id(kind), name))
                     self._name_of_class(kind, name)
+        for asking, tell in _TOLD.items():
+            for kind in () if asking.isdisjoint(self._taken_names) else list(self._own_classes):
+                if (id(kind), asking) not in self._done:
+                    self._done.add((id(kind), asking))
+                    self._told(kind, min(asking), tell)
         words = self._taken_names, self._words_of_others
         named = {name for name in {one[0] for one in self._skipped} if libraries.is_named(name, *words)}
         for number, (name, path, value) in enumerate(self._skipped):
@@ -211,7 +228,7 @@ class CodeWalk(Encoder):
         return len(self._done) > before
 
     def watch_all(self) -> None:
-        """Note the objects that were seen besides those that were read."""
+        """Watch the places that were looked at, besides the values read."""
         for scope, names in self._code_of_others.scopes.values():
             self.watch_names(scope, names)
         for kind in self._foreign.values():
@@ -222,7 +239,7 @@ class CodeWalk(Encoder):
         self.reads += [(attrgetter("__class__", *sorted(names)), one) for one, names in self._taken.values()]
 
     def _name_of_module(self, module: types.ModuleType, name: str) -> None:
-        """Write down what code may take of a module that it uses as a whole, or imports as it runs."""
+        """Write a name that code may use from a module used as a whole, or imported at run time."""
         value, path = vars(module)[name], f"{module.__name__}.{name}"
         if self.ignores(value, path):
             return
@@ -237,15 +254,36 @@ class CodeWalk(Encoder):
                 self.parts[f"global {path}"] = data
 
     def _name_of_class(self, kind: type, name: str) -> None:
-        """Write down what code may take of a class of somebody else, if it is a value or the user's code."""
+        """Write an attribute of another package's class, if it is a value or the user's code."""
         value, path = vars(kind)[name], f"{kind.__name__}.{name}"
         if self._is_users(kind, value):
             self.parts[f"value {path} of {qualified_name(kind)}"] = self.encode(value, path)
 
+    def in_order(self, kind: type, names: Iterable[str]) -> None:
+        """Note the order of the attributes of a class, or of an object: code may iterate over them."""
+        if kind in (SimpleNamespace, Namespace) or self.origins.of(kind) == "project":
+            self._order.update(text_bytes(" ".join(map(str, names))))
+
+    def write_order(self) -> None:
+        """Write down the order of attributes if code may ask for it."""
+        if not _ORDERED.isdisjoint(self._taken_names):
+            self.parts["order of attributes"] = self._order.digest()
+
+    def _told(self, kind: type, what: str, tell: Callable[[type], Any]) -> None:
+        """Write a fact about a class; annotations may name things that do not exist yet."""
+        path = f"{kind.__name__}.{what}"
+        try:
+            told = tell(kind)
+        except Exception:
+            data = self.unreadable(kind, path)
+        else:
+            data = self.encode(told, path)
+        self.parts[f"value {path} of {self._labels[id(kind)].decode()}"] = data
+
     # Classes.
 
     def klass(self, kind: type, path: str) -> bytes:
-        """Write down a class and its bases; the label of its part."""
+        """Write a class and its bases; returns the label of its part."""
         known = self._labels.get(id(kind))
         if known is not None:
             return known
@@ -262,13 +300,14 @@ class CodeWalk(Encoder):
                 parts = [self.items([(base, path) for base in (*kind.__bases__, *metaclass)])]
             if where == "installed":
                 parts.append(self.installed(kind, qualified_name(kind)))
-                if not is_module:  # of modules, `_reached_by` has some watched
+                if not is_module:  # for modules, `_reached_by` does this
                     self.uses.others |= self._code_of_others.names(kind)
                     functions = [n for n, one in vars(kind).items() if isinstance(one, types.FunctionType)]
                     self.watch_names(vars(kind), functions)
             elif where == "project":
+                self._own_classes.append(kind)
                 parts += [text_bytes(kind.__name__), self._fields(kind)]
-            # If a function has made the class, the file does not say with which arguments.
+            # If a function made the class, its arguments are not in the file.
             is_made = where == "installed" and "<locals>" in kind.__qualname__
             parts += self._class_contents(kind, label.decode(), everything=where == "project" or is_made)
             if where != "project" and is_module and kind is not nn.Module:
@@ -277,15 +316,16 @@ class CodeWalk(Encoder):
         return label
 
     def _fields(self, kind: type) -> bytes:
-        """Bytes of the fields of a dataclass, and of what their defaults are made by."""
-        defaults = [
-            [name, *(None if one is MISSING else one for one in (field.default, field.default_factory))]
+        """Bytes of a dataclass's fields, their defaults and default factories."""
+        said = attrgetter("default", "default_factory", "repr", "compare", "hash")
+        fields = [
+            [name, *(None if one is MISSING else one for one in said(field))]
             for name, field in vars(kind).get("__dataclass_fields__", {}).items()
         ]
-        return self.encode(defaults, f"{kind.__name__} fields")
+        return self.encode(fields, f"{kind.__name__} fields")
 
     def _reached_by(self, kind: type) -> bytes:
-        """Bytes of the user's code in places where the forward of an installed class finds it."""
+        """Bytes of the user's code that the forward of an installed class can reach."""
         names = self._code_of_others.reach(kind)
         self.uses.others |= names
         if "forward" in vars(kind):
@@ -308,7 +348,7 @@ class CodeWalk(Encoder):
         return self.items(pairs)
 
     def _class_contents(self, kind: type, owner: str, *, everything: bool) -> list[bytes]:
-        parts = []
+        parts, own_names = list[bytes](), set[str]()
         for name, value in sorted(vars(kind).items()):
             path = f"{kind.__name__}.{name}"
             is_noise = name in _CLASS_NOISE or name.startswith(("torchcache_", "_torchcache_"))
@@ -321,13 +361,16 @@ class CodeWalk(Encoder):
             own = vars(raw) if is_function else vars(type(raw))
             if marks.ADDED_ATTRIBUTE in own and marks.is_ours(raw):
                 continue
+            own_names.add(name)
             if marks.ORIGINAL_ATTRIBUTE in own and marks.is_ours(raw):
                 value = own[marks.ORIGINAL_ATTRIBUTE]
                 self.reads.append((_WRAPPER_FIELDS, raw))  # a notebook that reloads its code changes these
                 self.scopes.append((own, marks.ORIGINAL_ATTRIBUTE, value))
             if is_function and (code := _generated(kind, raw)) is not None:
                 self.uses.others |= names_in(code) if name != "__init__" else set()
-                continue  # the fields count already
+                count = code.co_argcount + code.co_kwonlyargcount
+                parts.append(text_bytes(" ".join((name, str(code.co_argcount), *code.co_varnames[:count]))))
+                continue  # the rest follows from the fields
             if not everything and not self._is_put_there(kind, name, value):
                 continue
             inner = _function_in(value)
@@ -343,10 +386,12 @@ class CodeWalk(Encoder):
             self.scopes.append((vars(kind), name, vars(kind)[name]))
         if everything:
             self.dicts.append(vars(kind))
+            slots = vars(kind).get("__slots__", ())
+            self.in_order(kind, [*slots, *[name for name in vars(kind) if name in own_names]])
         return parts
 
     def _is_put_there(self, kind: type, name: str, value: Any) -> bool:
-        """Whether an attribute of an installed class, or of torch's, is code that its file does not have."""
+        """Whether an attribute of a class of torch or an installed package is code from elsewhere."""
         raw = _function_in(value)
         if not isinstance(raw, types.FunctionType):
             return False
@@ -359,7 +404,7 @@ class CodeWalk(Encoder):
     # Functions.
 
     def function(self, function: types.FunctionType, path: str) -> bytes:
-        """Write down a function and what it names; the label of its part."""
+        """Write a function and what it names; returns the label of its part."""
         options = marks.cache_options(function) if marks.is_ours(function) else []
         if marks.is_ours(function) and marks.own_attributes(function):
             # A cached function may keep values as its own attributes, such as a count of its calls.
@@ -394,14 +439,14 @@ class CodeWalk(Encoder):
             if where in ("project", "installed"):
                 self.reads.append((_FUNCTION_FIELDS, function))
                 for name, value in _defaults_of(function).items():
-                    # If a function has made an installed one, the file does not say with which defaults.
+                    # If a function made an installed one, its defaults are not in the file.
                     if where == "project" or "<locals>" in function.__qualname__ or is_plain(value):
                         self.parts[f"default {name} {owner}"] = self.encode(value, name)
         self.parts[label.decode()] = b"".join(map(sized, parts))
         return label
 
     def _source(self, function: types.FunctionType, path: str, method: tuple[Any, ...]) -> tuple[str, Uses]:
-        """The source of a project function, and what it does with names; `method` is its name and class."""
+        """The source of a project function, and its uses of names; `method` is its name and class."""
         source = sourcecode.function_source(function, self._texts)
         if source is None and sourcecode.is_of_other_main(function):  # such as that of a notebook
             self.uses.is_dynamic = True
@@ -420,7 +465,7 @@ class CodeWalk(Encoder):
         self._computes_names |= uses.is_dynamic and id(function) not in self._constructors
         if method:
             self._uses_of_methods[id(function)] = uses
-        elif function.__code__.co_varnames[:1] == ("self",):  # a method that something has wrapped
+        elif function.__code__.co_varnames[:1] == ("self",):  # a wrapped method
             self.uses.is_dynamic |= uses.passes_self
         return source, uses
 

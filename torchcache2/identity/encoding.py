@@ -1,9 +1,9 @@
 """Canonical bytes of values, and digests of tensors.
 
-`Encoder` writes a Python value as bytes that are equal exactly if type and value are: each value
-carries a type tag, and whatever varies in length its length, so that no two values run together. The
-bytes do not depend on the process, the platform, or the version of Python or torch. Tensors, and
-whatever has no fixed encoding, go to the hooks `tensor` and `other` of a subclass.
+`Encoder` writes a Python value as bytes that are equal exactly if type and value are: each value has a type
+tag and, if its length varies, a length, so that no two values run together. The bytes do not depend on the
+process, the platform, or the version of Python or torch. Subclasses encode tensors and unknown values in the
+hooks `tensor` and `other`.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ _PRINTED = (
     uuid.UUID,
     pathlib.PurePath,
 )
-# The classes of plain values in these packages add no state to the value, and no code of a user.
+# Classes of plain values in these packages add neither state nor a user's code to the value.
 _STANDARD = frozenset(
     (*("builtins", "datetime", "decimal", "fractions", "pathlib", "uuid"), *("numpy", "pandas", "torch"))
 )
 
 
 class UnencodableError(Exception):
-    """A value without canonical bytes; `path` says where it was met."""
+    """A value without canonical bytes, at `path`."""
 
     def __init__(self, path: str, value: object, reason: str = "") -> None:
         super().__init__(path, value, reason)
@@ -75,20 +75,20 @@ def digest(parts: Iterable[bytes]) -> bytes:
 def qualified_name(obj: Any) -> str:
     """``module.qualname`` of a class or function; see `public_module`."""
     name = getattr(obj, "__qualname__", None) or getattr(obj, "__name__", type(obj).__qualname__)
-    module = str(getattr(obj, "__module__", None) or "")  # a metaclass may have a descriptor of this name
+    module = str(getattr(obj, "__module__", None) or "")  # in some metaclasses this is a descriptor
     return f"{public_module(module)}.{name}"
 
 
 def public_module(name: str) -> str:
-    """The name by which a module counts: files of this library may move, and must not change keys then."""
+    """The module name used in keys: moving files of this library must not change keys."""
     return _OURS if name.startswith(f"{_OURS}.") else name
 
 
 def tensor_digest(tensor: Tensor, content: bytes | None = None) -> bytes:
     """Digest of a whole strided tensor: dtype, shape, content, and whether channels are last, 16 bytes.
 
-    The output of a convolution has the memory format of its weights. `content` is the digest of the
-    content, if that is known already.
+    The output of a convolution has the memory format of its weights. `content` is the digest of the content,
+    if known.
     """
     is_last = tensor.dim() in (4, 5) and is_channels_last(tensor)
     head = f"{tensor.dtype} {tuple(tensor.shape)}{' channels last' * is_last}".encode()
@@ -100,19 +100,19 @@ def tensor_digest(tensor: Tensor, content: bytes | None = None) -> bytes:
 
 
 def dtype_text(value: Any) -> str:
-    """The dtype of an array or scalar of NumPy, with its byte order, and with the names of fields."""
+    """The dtype of a NumPy array or scalar, with byte order and names of fields."""
     return str(value.dtype.descr if value.dtype.names else value.dtype.str)
 
 
 def sized(data: bytes) -> bytes:
-    """Bytes behind their length."""
+    """Bytes with their length in front."""
     return struct.pack("<Q", len(data)) + data
 
 
 def _field(value: Any, name: str) -> Any:
     try:
         return getattr(value, name, None)
-    except Exception:  # a property of the class has raised it
+    except Exception:  # raised by a property
         return attributes(value).get(name)
 
 
@@ -121,7 +121,7 @@ def _is_standard(kind: type) -> bool:
 
 
 def besides_value(value: Any) -> dict[str, Any]:
-    """The attributes of an object, without those that are its value, or memos of it, such as of a path."""
+    """The attributes of an object except its plain value and caches of it, such as a path's."""
     state = attributes(value)
     if isinstance(value, enum.Enum):
         return {name: one for name, one in state.items() if not (name[:1] == name[-1:] == "_")}
@@ -135,7 +135,7 @@ class Encoder:
     """Canonical bytes of values; subclasses decide about tensors and unknown objects."""
 
     def __init__(self) -> None:
-        self._open: dict[int, int] = {}  # ids of containers that are being encoded, with their depth
+        self._open: dict[int, int] = {}  # ids of containers being encoded, with their depth
 
     def encode(self, value: Any, path: str) -> bytes:
         """The bytes of `value`, met at `path`."""
@@ -161,7 +161,7 @@ class Encoder:
         return tensor_digest(value)
 
     def inside_itself(self, value: Any, path: str) -> bytes:
-        """Bytes of a container that is being encoded; by default how many levels up it is."""
+        """Bytes for a container that contains itself; by default how many levels up it is."""
         return b"^" + text_bytes(str(len(self._open) - self._open[id(value)]))
 
     def kind(self, kind: type, path: str) -> bytes:
@@ -169,7 +169,7 @@ class Encoder:
         return text_bytes(qualified_name(kind))
 
     def other(self, value: Any, path: str) -> bytes:
-        """Bytes of a value of unknown type; by default there are none."""
+        """Bytes of a value of unknown type; by default raises `UnencodableError`."""
         raise UnencodableError(path, value)
 
     def items(self, pairs: Iterable[tuple[Any, str]]) -> bytes:
@@ -196,7 +196,7 @@ class Encoder:
             return b"l" + self.items([(value.start, path), (value.stop, path), (value.step, path)])
         if isinstance(value, re.Pattern):
             return b"x" + self.items([(value.pattern, path), (value.flags, path)])
-        if kind.__module__ == "_regex" and kind.__name__ == "Pattern":  # of the library regex
+        if kind.__module__ == "_regex" and kind.__name__ == "Pattern":  # of the regex package
             parts = [(value.pattern, path), (value.flags, path), (value.named_lists, path)]
             return b"x" + self.items(parts) + self.kind(kind, path)
         if isinstance(value, (datetime.datetime, datetime.time)):
@@ -244,7 +244,7 @@ class Encoder:
         return self.encode(state, path) if state else b""
 
     def _of_subclass(self, value: Any, kind: type, path: str) -> bytes:
-        """What a class that somebody has derived from that of a plain value adds: code and attributes."""
+        """The code and attributes that a user's subclass adds to a plain value."""
         if _is_standard(kind):
             return b""
         return self.kind(kind, path) + self.besides(value, path)
@@ -253,8 +253,8 @@ class Encoder:
         """The bytes of a container's elements."""
         if isinstance(value, (dict, types.MappingProxyType)):
             pairs = []
-            # A copy is iterated, as other threads may add elements to the original.
-            if isinstance(value, OrderedDict):  # it may have another order than the dict that it is
+            # Iterate a copy, as other threads may add elements to the original.
+            if isinstance(value, OrderedDict):  # its order may differ from that of its underlying dict
                 plain = dict(OrderedDict.items(value))
             else:
                 plain = dict.copy(value) if isinstance(value, dict) else dict(value)
@@ -281,11 +281,11 @@ _CONTAINERS: dict[type, bytes] = {
 
 
 def text_bytes(text: str) -> bytes:
-    """A text behind its length."""
+    """A text with its length in front."""
     return sized(text.encode("utf-8", "surrogatepass"))
 
 
-# These convert a subclass to its plain value, whatever conversions the subclass defines.
+# Convert a subclass to its plain value, ignoring the conversions that it defines.
 _PLAIN: dict[type, Callable[[Any], Any]] = {
     str: str.__str__,
     int: int.__int__,
@@ -303,36 +303,36 @@ _SIMPLE: dict[type, Callable[[Any], bytes]] = {
 }
 
 
-UNCOUNTED = (str, int, float, bytes)  # so quickly read that a walk may meet any number of them
+UNCOUNTED = (str, int, float, bytes)  # read so quickly that a walk may meet any number of them
 _LONG = (list, tuple, dict, set, frozenset, defaultdict, OrderedDict)
 _SHORT = 1000
 _DEEPEST = 10
 _CHUNK = 8192
-# The last version of the format of `marshal` in which it does not matter who else refers to a value. It tells
-# the types of `_PLAIN_TYPES` apart, and has lengths, so that no two values run together.
+# The last version of the `marshal` format that ignores reference counts. It distinguishes the types of
+# `_PLAIN_TYPES`, and has lengths, so that no two values run together.
 _VERSION = 2
 _PLAIN_TYPES = frozenset((type(None), bool, int, float, complex, str, bytes))
 _PATHS = frozenset((pathlib.PosixPath, pathlib.WindowsPath, pathlib.PurePosixPath, pathlib.PureWindowsPath))
-_SCALARS = frozenset(np.dtype(code).type for code in "?bBhHiIlLqQefdFDSUMm")  # each is as long as it says
+_SCALARS = frozenset(np.dtype(code).type for code in "?bBhHiIlLqQefdFDSUMm")  # each has the stated length
 
 
 class Bulk:
     """Reads long containers of plain values.
 
-    They may hold paths, scalars of NumPy, and containers of the types `held`. They are read if an `Encoder`
-    would have met more than `least` objects when it had read them one by one.
+    They may hold paths, NumPy scalars, and containers of the types `held`. Reads them only if an `Encoder`
+    would in all have met more than `least` objects one by one.
     """
 
     def __init__(self, least: int, held: Collection[type]) -> None:
         self._least = least
         self._held = frozenset(held)
-        self._known: dict[int, tuple[Any, bytes]] = {}  # by id, which stays taken as the container is there
+        self._known: dict[int, tuple[Any, bytes]] = {}  # by id; holding the container keeps its id unique
 
     def read(self, value: Any, objects: int) -> bytes | None:
-        """The bytes of the elements of a container; None if these are to be read one by one.
+        """The bytes of a container's elements; None if they must be read one by one.
 
-        `objects` says how many have been met before. The bytes differ if a type, a value or the order does,
-        and are the same in every process and version of Python.
+        `objects` is how many were met before. The bytes differ if a type, a value or the order does, and are
+        equal in every process and version of Python.
         """
         if type(value) not in _LONG or len(value) < _SHORT:
             return None
@@ -359,9 +359,9 @@ class Bulk:
         return self._known[id(value)][1]
 
     def _census(self, level: list[Any]) -> tuple[int | None, bool]:
-        """How many elements are not `UNCOUNTED`, and whether there are paths or scalars of NumPy among them.
+        """How many elements are not `UNCOUNTED`, and whether there are paths or NumPy scalars among them.
 
-        There is no count if something cannot be read in bulk.
+        The count is None if something cannot be read in bulk.
         """
         objects, has_others = 0, False
         for _ in range(_DEEPEST):
@@ -380,7 +380,7 @@ class Bulk:
 
 
 def _stand_in(value: Any) -> Any:
-    """What `marshal` can write in the place of a value: the ellipsis, which is not plain, and what it is."""
+    """A substitute that `marshal` can write: the ellipsis (no plain value is one), type and value."""
     write = _WRITERS.get(type(value))
     return value if write is None else write(value)
 
@@ -388,21 +388,21 @@ def _stand_in(value: Any) -> Any:
 _WRITERS: dict[type, Callable[[Any], Any]] = {
     tuple: lambda value: tuple(map(_stand_in, value)),
     list: lambda value: [*map(_stand_in, value)],
-    # A dict as a list, because values that stand in for different keys might be equal.
+    # A dict as a list, because substitutes of different keys might be equal.
     dict: lambda value: (..., "dict", [*map(_stand_in, chain.from_iterable(value.items()))]),
     **dict.fromkeys(_PATHS, lambda value: (..., type(value).__name__, str(value))),
     **dict.fromkeys(_SCALARS, lambda value: (..., dtype_text(value), value.tobytes())),
 }
 
 
-INNER = "in "  # before the path of a value inside of an object or dict, among the texts for people
+INNER = "in "  # prefix of the path of a value inside an object or dict, in the texts for people
 _MOST_SHOWN = 200
 # A part of a walk with such a name is a single value.
 _PLAIN_PARTS = (
     *("attribute ", "child ", "closure ", "default ", "global ", "option "),
     *("training", "value "),
 )
-_LABELS = (b"class ", b"function ", b"module ")  # of what has a part of its own
+_LABELS = (b"class ", b"function ", b"module ")  # of values with a part of their own
 _SHOWN: dict[bytes, Callable[[bytes], str]] = {
     b"n": lambda rest: "None",
     b"b": lambda rest: str(rest == b"1"),

@@ -1,4 +1,4 @@
-"""`Fingerprint`: the named parts behind a namespace, and what differs between two, one line for each part."""
+"""`Fingerprint`: the named parts behind a namespace, and the differences of two, one line for each part."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from torchcache2.identity.encoding import INNER, digest
 
 _MOST_LINES = 50
-_MOST_ALIKE = 3  # more parts that differ in the same way share a line
+_MOST_ALIKE = 3  # more parts with the same difference share a line
 _TITLES = {
     "weights": "weights:",
     "class": "source of class",
@@ -63,9 +63,9 @@ class Fingerprint:
 
 
 def differences(before: Fingerprint, now: Fingerprint, only: tuple[str, ...] = ("",)) -> list[str]:
-    """One line for each part that differs, or for many that differ in the same way; the weights last.
+    """One line for each different part, or for many with the same difference; weights last.
 
-    Only parts count of which the names begin with one of `only`.
+    Only compares parts whose names begin with one of `only`.
     """
     alike: dict[tuple[str, str], list[str]] = {}
     for kind, path, text in _changed(before, now, only):
@@ -82,9 +82,9 @@ def differences(before: Fingerprint, now: Fingerprint, only: tuple[str, ...] = (
 
 
 def differences_of_state(before: Fingerprint, now: Fingerprint) -> list[str]:
-    """The lines of `differences` if two modules with the same code and weights differ in state; else none.
+    """The lines of `differences` if two modules with equal code and weights differ in state; else none.
 
-    State brings code along, such as the class of an object: one of the two may have more code.
+    State may bring code along, such as an object's class, so one of the two may have more code.
     """
     apart = {name for name, _ in before.parts.items() ^ now.parts.items()}
     code = {name for name in apart if not name.startswith(_STATE)}
@@ -96,11 +96,11 @@ def differences_of_state(before: Fingerprint, now: Fingerprint) -> list[str]:
 def changes(
     before: Fingerprint, now: Fingerprint, containers: Mapping[str, str], module: Any
 ) -> dict[str, str]:
-    """What code has changed between two fingerprints of a function, or of this module, each with its path.
+    """The changes between two fingerprints of a function or of this module, with their paths.
 
-    The path is empty where it names code.
+    The path is empty for a change of code.
 
-    `containers` says what happened to containers, by path; see `Guard.changed_containers`.
+    `containers` has the changes of containers, by path; see `Guard.changed_containers`.
     """
     lines: dict[str, str] = {}
     told = set()
@@ -113,15 +113,15 @@ def changes(
             is_own = kind in ("attribute", "memo", "weights")
             name = of_root(module, at) if is_own else f"{_TITLES.get(kind, kind)} {at}{of}{owner}"
             lines[f"{name} {verb.strip()}"] = at if kind in _NAMED else ""
-    for at in containers.keys() - told:  # beside plain values of the same object
+    for at in containers.keys() - told:  # in addition to plain values of the same object
         if any(one.startswith(f"{at.removesuffix('[2]')}.") for one in told if at.endswith("[2]")):
-            continue  # these values, as the object gives them for a pickle
+            continue  # the same values, as in the object's pickled state
         lines[f"{of_root(module, at)} {containers[at]}"] = at
     return lines
 
 
 def of_root(module: Any, path: str) -> str:
-    """The path of an attribute, with ``self`` before one of this module."""
+    """The path of an attribute, with ``self.`` if it belongs to this module."""
     name = re.split(r"[.\[]", path, maxsplit=1)[0]
     return f"self.{path}" if module is not None and name in dir(module) else path
 
@@ -129,9 +129,9 @@ def of_root(module: Any, path: str) -> str:
 def _changed(
     before: Fingerprint, now: Fingerprint, only: tuple[str, ...] = ("",)
 ) -> Iterator[tuple[str, str, str]]:
-    """The kind and the path of each part that differs, and how; the weights last.
+    """Kind, path and difference of each different part; weights last.
 
-    In the place of an object stand those of its attributes whose values are known.
+    Replaces an object by those of its attributes whose values are known.
     """
     parts = before.parts.keys() | now.parts.keys()
     inner = [
@@ -144,7 +144,7 @@ def _changed(
             continue
         kind, _, path = name.partition(" ")
         if kind == "tensor" and f"weights {path}" in parts:
-            continue  # the line about its content says so too
+            continue  # the line about its content includes this
         text = _difference(name, kind, before, now)
         place, of, owner = path.partition(" of ")
         deeper = [(at, how) for at, how in inner if at.startswith((f"{place}.", f"{place}["))]
@@ -155,7 +155,7 @@ def _changed(
 
 
 def _difference(name: str, kind: str, before: Fingerprint, now: Fingerprint) -> str:
-    """The text behind the name of a part that differs."""
+    """The text after the name of a different part."""
     old, new = before.values.get(name), now.values.get(name)
     if name not in before.parts:
         return " is new" + ("" if new is None else f": {new}")
@@ -169,13 +169,13 @@ def _difference(name: str, kind: str, before: Fingerprint, now: Fingerprint) -> 
 
 
 def from_document(namespace: str, document: Mapping[str, Any]) -> Fingerprint | None:
-    """The fingerprint that `CacheDirectory` keeps of a namespace; None if it has none."""
+    """The fingerprint in a namespace's document from `CacheDirectory`; None if there is none."""
     try:
         parts = {str(name): bytes.fromhex(text) for name, text in document["parts"].items()}
         values = {str(name): str(text) for name, text in document.get("values", {}).items()}
         return Fingerprint(bytes.fromhex(namespace), parts, values)
     except (KeyError, AttributeError, TypeError, ValueError):
-        return None  # somebody has edited it
+        return None  # it was edited
 
 
 def at_most(lines: list[str]) -> list[str]:

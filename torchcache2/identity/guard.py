@@ -38,9 +38,9 @@ _ENDS = 32  # elements of a container that is too large to be compared whole
 _MOST_COPIED = 1_000_000  # elements
 
 _MAPPINGS = (dict, OrderedDict, defaultdict)
-_DIRECT = (*_MAPPINGS, list, set, deque)  # exactly these are iterated directly, which takes half the time
+_DIRECT = (*_MAPPINGS, list, set, deque)  # iterated directly, which takes half the time
 _EXACT = (type(None), bool, int, str, bytes)
-_PRINTED = (float, complex)  # 0.0 and -0.0 are equal, but are not the same; with nan it is the reverse
+_PRINTED = (float, complex)  # compared as text: 0.0 equals -0.0, but differs; nan does not equal itself
 _KINDS = (OrderedDict, dict, list, set, deque)
 _MISSING = object()
 
@@ -49,25 +49,25 @@ _values: Callable[[Any], Iterable[Any]] = dict.values
 
 
 class Guard:
-    """What a walk has read of code, attributes, modules and containers.
+    """Compares everything that a walk has read: code, attributes, modules and containers.
 
-    The caller passes the root module each time. A reference to its attributes would make a cycle, as the
-    cache is one of them.
+    The caller passes the root module each time: a reference to its attributes, one of which is the cache,
+    would be a cycle.
     """
 
     def __init__(self, walk: Any, root: Any) -> None:
         self.modules: list[nn.Module] = []
         self.is_opaque = bool(walk.opaque)
-        self._owners: list[dict[str, Any]] = []  # of attributes, and the name of each
+        self._owners: list[dict[str, Any]] = []  # dicts of attributes, and the name of each
         self._names: list[str] = []
-        # Modules whose parameters, buffers, submodules or hooks are empty, and those where they are not.
+        # Modules with empty dicts of parameters, buffers, submodules or hooks, and those with filled ones.
         self._empty: list[_Read] = [(itemgetter(name), []) for name in _DICTS]
         self._filled: list[_Read] = [(itemgetter(name), []) for name in _DICTS]
         self._held = [*GLOBAL_HOOKS]
         self._dicts = [*walk.dicts]
         self._left_out: list[tuple[dict[str, Any], set[str]]] = []
         self._root_names: list[str] = []
-        self._root_methods: list[str] = []  # that are cached; they refer to the cache, so they are not kept
+        self._root_methods: list[str] = []  # cached ones; not kept, as they refer to the cache
         self._root_left_out: set[str] = set()
         for module, names, left_out in walk.modules:
             fields = vars(module)
@@ -83,17 +83,17 @@ class Guard:
         self._cells = [cell for cell, _ in walk.cells]
         self._reads = walk.reads
         read = [*walk.containers.values()]
-        # What a forward may change, for `Undo`.
+        # State that a forward may change, for `Undo`.
         self.containers = [container for container, _, _ in read] + [one for _, one in walk.written]
         self.scopes = self._scopes + walk.written_scopes
         self.cells = self._cells + walk.written_cells
         self._before = read
         self._watch_containers([container for container, _, _ in read])
-        # The collector goes through dicts in a fifth of the time. It may leave out the values of some.
+        # `get_referents` is five times faster for dicts, but may leave out values of some.
         self._are_visited = all(len(get_referents(one)) >= len(one) for one in self._filled_dicts())
         self._sizes, self._seen = self._look(root)
         self._identities = _identities(self._seen)
-        # If something has changed during the walk, its parts are not those of the state that is watched now.
+        # If something changed during the walk, the walk's parts do not describe the watched state.
         known = [value for _, _, value in walk.scopes] + [value for _, value in walk.cells]
         self._is_stale = not all(map(is_, self._seen, known))
         self._is_stale |= not all(_has(container, before) for container, before, _ in read)
@@ -101,7 +101,7 @@ class Guard:
     def _add(self, module: nn.Module, fields: dict[str, Any], names: list[str], left_out: set[str]) -> None:
         self.modules.append(module)
         names = [*names, *(["training"] if "training" in fields else [])]
-        # Some wrappers of modules, such as those of `torch.compile`, lack some dicts; scripts have others.
+        # Some wrappers, such as those of `torch.compile`, lack some dicts; scripted modules have others.
         for (_, empty), (_, filled), name in zip(self._empty, self._filled, _DICTS, strict=True):
             if isinstance(fields.get(name), dict):
                 (filled if fields[name] else empty).append(fields)
@@ -132,7 +132,7 @@ class Guard:
         self.has_large = len(left) > 0
 
     def same(self, root: Any) -> bool:
-        """Whether nothing has changed, as far as it is compared at every call."""
+        """Whether nothing has changed among the things that every call compares."""
         if self._is_stale:
             return False
         try:
@@ -143,20 +143,20 @@ class Guard:
             if sizes != self._sizes or _identities(now) != self._identities:
                 return False
             elements = self._small()
-        except Exception:  # an attribute was deleted, has another type, or another thread is changing it
+        except Exception:  # an attribute is gone or has another type, or another thread is changing it
             return False
-        if not all(map(is_, elements, self._elements)):  # the sizes come first
+        if not all(map(is_, elements, self._elements)):  # sizes were compared first
             if not alike(elements, self._elements):
                 return False
             self._elements = elements
         return all(_has(one, before) for one, before in self._others)
 
     def contents_same(self) -> bool:
-        """Whether larger containers have not changed, as far as they are compared."""
+        """Whether the compared parts of larger containers are unchanged."""
         return all(_has(one, before, size) for one, size, before in self._large)
 
     def changed_containers(self) -> dict[str, str]:
-        """What has happened to the containers that have changed, by the path on which each was met."""
+        """How containers have changed, by path."""
         found = {}
         for container, before, path in self._before:
             now = _now(container)
@@ -167,7 +167,7 @@ class Guard:
         return found
 
     def _look(self, root: Any) -> tuple[list[int], list[Any]]:
-        """The sizes of dicts, and everything that is compared by identity, in a fixed order."""
+        """The sizes of dicts, and all objects compared by identity, in a fixed order."""
         filled = self._filled_dicts()
         sizes = [*map(len, filled), *map(len, self._dicts)]
         sizes += [len(fields) - len(left_out & fields.keys()) for fields, left_out in self._left_out]
@@ -200,10 +200,10 @@ class Guard:
 
 
 class Undo:
-    """Remembers what a `Guard` has seen, small tensors and grad mode, to put them back into the same objects.
+    """Remembers the state that a `Guard` watches, small tensors and grad mode, to restore it in place.
 
-    A forward that sets itself up when it first runs may set a flag, and add a hook to the dict of hooks. The
-    `others` are of arguments of the call.
+    For example, a forward may set a flag and add a hook when it first runs. `others` belong to arguments of
+    the call.
     """
 
     def __init__(
@@ -229,14 +229,14 @@ class Undo:
                 if type(scope) is dict:
                     self._variables.append((scope, name, scope.get(name, _MISSING)))
             for cell in guard.cells:
-                with contextlib.suppress(ValueError):  # the cell is empty
+                with contextlib.suppress(ValueError):  # empty cell
                     self._variables.append((cell, "cell_contents", cell.cell_contents))
 
     def __call__(self) -> None:
-        """Put back everything, in small steps, as other threads may use these objects."""
+        """Restore everything, in small steps, as other threads may use these objects."""
         for tensor, data in self._tensors:
             if not _is_same(tensor, data):
-                with torch.inference_mode():  # buffers that were made in this mode can only be written in it
+                with torch.inference_mode():  # buffers made in this mode can only be written in it
                     tensor.copy_(data)
         self.attributes()
         for scope, name, value in self._variables:
@@ -252,7 +252,7 @@ class Undo:
             undo()
 
     def attributes(self) -> None:
-        """Put back the attributes of modules and the grad mode of this thread alone."""
+        """Restore only the attributes of modules and this thread's grad mode."""
         for fields, before in self._fields:
             _restore_fields(fields, before)
         for undo in self._others:
@@ -261,12 +261,12 @@ class Undo:
 
 
 def _identities(objects: list[Any]) -> bytes:
-    """What tells whether other objects are exactly these: their addresses, as long as these are alive."""
+    """The addresses of objects, which identify them as long as they are alive."""
     return np.fromiter(objects, object, len(objects)).tobytes()
 
 
 def size_of(container: Any) -> int:
-    """How many elements a container has; how many bytes, if it is an array of numbers or bytes."""
+    """How many elements a container has; for an array of numbers or bytes, how many bytes."""
     kind = _kind(container)
     if isinstance(container, np.ndarray):
         return int(container.nbytes if kind is None else container.size)
@@ -274,7 +274,7 @@ def size_of(container: Any) -> int:
 
 
 def content(container: Any, most: int = _LARGE) -> tuple[Any, ...]:
-    """The content of a container; of one that costs more than `most`, its size and its ends."""
+    """The content of a container; if it costs more than `most`, only its size and ends."""
     kind, is_whole = _kind(container), _cost(container) <= most
     if kind is None:
         return _bytes(container) if is_whole else (size_of(container),)
@@ -288,7 +288,7 @@ def content(container: Any, most: int = _LARGE) -> tuple[Any, ...]:
 
 def _kind(container: Any) -> Any:
     """The class of a container of objects; None if it is an array of numbers or bytes."""
-    if type(container) in _KINDS:  # as nearly all are
+    if type(container) in _KINDS:  # the usual case
         return type(container)
     if isinstance(container, np.ndarray):
         return np.ndarray if container.dtype.hasobject else None
@@ -296,7 +296,7 @@ def _kind(container: Any) -> Any:
 
 
 def _elements(container: Any, kind: Any) -> list[Iterable[Any]]:
-    """The elements, or the keys and the values, even of a subclass that has its own way to iterate."""
+    """The elements, or keys and values, even of a subclass with its own iteration."""
     if kind is np.ndarray:
         return [container.flat]
     return [kind.__iter__(container), *([kind.values(container)] if issubclass(kind, dict) else [])]
@@ -315,12 +315,12 @@ def _bytes(numbers: Any) -> tuple[Any, ...]:
 def _now(container: Any, most: int = _LARGE) -> tuple[Any, ...]:
     try:
         return content(container, most)
-    except RuntimeError:  # another thread is changing it at this moment
+    except RuntimeError:  # another thread is changing it
         return (_MISSING,)
 
 
 def _has(container: Any, before: tuple[Any, ...], most: int = _LARGE) -> bool:
-    """Whether a container has the content that it had."""
+    """Whether a container still has its earlier content."""
     return alike(_now(container, most), before)
 
 
@@ -351,7 +351,7 @@ def _copied(container: Any) -> Any:
 
 
 def _restore(container: Any, before: Any) -> None:
-    """Put back the content of a container if it has changed, whatever methods a subclass has of its own."""
+    """Restore the content of a container if it has changed, bypassing a subclass's own methods."""
     kind = _kind(container)
     if type(container) in _KINDS and not container and not before:
         return

@@ -28,9 +28,9 @@ from torchcache2.core.memory import is_channels_last, item_bytes, to_host
 from torchcache2.identity.encoding import digest
 from torchcache2.identity.xxh3 import DIGESTS
 
-_SHORT = 256  # bytes; to copy so few is cheaper than to make an array for each row
-_MOST_GROUPS, _MOST_CONTEXT = 256, 4096  # headers that are remembered, and bytes of the context of one
-_BLOCK = 250  # elements; single elements with a stride would touch as many cache lines
+_SHORT = 256  # bytes; copying so few is cheaper than an array per row
+_MOST_GROUPS, _MOST_CONTEXT = 256, 4096  # remembered headers, and bytes of the context of one
+_BLOCK = 250  # elements; strided single elements would touch as many cache lines
 
 _Form = tuple[str, torch.dtype, torch.Size, bool]  # of a tensor: path, dtype, item's shape, channels last
 
@@ -51,7 +51,7 @@ def item_keys(
     namespace : bytes
         16 bytes.
     context : bytes
-        Canonical bytes of the other things that all items share.
+        Canonical bytes of everything else that all items share.
     leaves : sequence of (str, Tensor)
         Argument path and tensor of shape ``(n, ...)``.
     entries : sequence of (str, ndarray of uint8, shape (n, 16))
@@ -60,7 +60,7 @@ def item_keys(
     subsample_count : int, optional
         Elements to read of items that have more.
     groups : dict, optional
-        The headers that are known, which this adds to, of calls with one `subsample_count`.
+        Known headers, of calls with one `subsample_count`; new ones are added.
     """
     leaves = sorted(leaves, key=itemgetter(0)) if len(leaves) > 1 else leaves
     entries = sorted(entries, key=itemgetter(0)) if len(entries) > 1 else entries
@@ -91,7 +91,7 @@ def _group(
     entries: Iterable[str],
     subsample_count: int | None,
 ) -> bytes:
-    """The digest of what items of tensors of these forms share."""
+    """The header: the digest of what all items share."""
     parts = [namespace, context]
     for path, dtype, shape, is_last in forms:
         parts.append(f"{path} {dtype} {tuple(shape)}".encode())
@@ -103,7 +103,7 @@ def _group(
 
 
 def _columns(tensors: Sequence[Tensor]) -> list[Iterable[bytes]]:
-    """The digest of each item of each tensor. There is one wait for all that comes from accelerators."""
+    """The digest of each item of each tensor. Waits once for all accelerators."""
     there = [DIGESTS.of_items(tensor) for tensor in tensors]
     arriving = [t if digests is None else digests for t, digests in zip(tensors, there, strict=True)]
     if any(tensor.device.type != "cpu" for tensor in arriving):
@@ -120,7 +120,7 @@ def _rows(tensor: Tensor) -> Iterable[Any]:
     try:
         found = np.ascontiguousarray((tensor.detach() if tensor.requires_grad else tensor).numpy())
         size = found.nbytes // count
-    except (RuntimeError, TypeError, ZeroDivisionError):  # numpy has no such dtype, or there are no items
+    except (RuntimeError, TypeError, ZeroDivisionError):  # NumPy lacks this dtype, or there are no items
         found = item_bytes(tensor).numpy()
         size = found.shape[1]
     rows: Bytes2D = np.ndarray((count, size), np.uint8, found)
@@ -141,7 +141,7 @@ def _subsample(tensor: Tensor, count: int) -> Tensor:
     head = width * (blocks - 1)
     step = (size - (count - head)) // (blocks - 1)
     picked = torch.empty((items, count), dtype=flat.dtype, device=flat.device)
-    # There are two copies rather than one for each block, because each copy wakes torch's other threads.
+    # Two copies rather than one per block, as each copy wakes torch's threads.
     spread = flat.unfold(1, width, step)[:, : blocks - 1]
     picked[:, :head].view(items, blocks - 1, width).copy_(spread)
     picked[:, head:] = flat[:, size - (count - head) :]

@@ -2,20 +2,20 @@
 
 The algorithm is XXH3 with 128 bits and without a seed, for inputs of more than 240 bytes, after the xxHash
 specification (https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md). It has eight accumulators of
-64 bits. Each 64 bytes of input are a stripe, and each 16 stripes a block. What a block adds to the
-accumulators depends on its data alone, and only the scramble that follows depends on the block before it. So
-`block_sums` reads all blocks of all rows in parallel, at the speed of memory. It leaves 64 bytes for each
-block of 1,024, and `digests` goes through these in order. One long row is as parallel as many short ones.
+64 bits. Each 64 bytes of input are a stripe, and each 16 stripes a block. The amount that a block adds to the
+accumulators depends only on its data; just the following scramble depends on earlier blocks. So `block_sums`
+reads all blocks of all rows in parallel, at the speed of memory, and writes 64 bytes for each block of 1,024;
+`digests` then processes these in order. One long row is as parallel as many short ones.
 
-The rows are those of one array, of `size` bytes each, of which `blocks` blocks are whole and not the last.
-They are read in words of 1, 2, 4 or 8 bytes, and `parts` of them make 64 bits. All numbers are unsigned
-integers of 64 bits, which wrap, but those that say where something is.
+The rows are those of one array, of `size` bytes each, with `blocks` whole blocks before the last one. They
+are read in words of 1, 2, 4 or 8 bytes; `parts` words make 64 bits. All numbers but addresses and positions
+are unsigned 64-bit integers, which wrap.
 
 `secrets` are the 168 words that `torchcache2.identity.xxh3` makes.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# Triton compiles these functions, so that the types of their parameters are none of Python's.
+# Triton compiles these functions, so Python's types do not apply to their parameters.
 
 import triton
 import triton.language as tl
@@ -35,16 +35,16 @@ def _words(at, mask, parts: tl.constexpr):
 
 @triton.jit
 def _products(words, secret):
-    """What words add to their own accumulators."""
+    """The amounts that words add to their own accumulators."""
     keyed = words ^ secret
     return (keyed & 0xFFFFFFFF) * (keyed >> 32)
 
 
 @triton.jit
 def _stripes(at, secrets, lane, count, mask, tile: tl.constexpr, parts: tl.constexpr):
-    """What the first `count` stripes of some blocks add: to own accumulators, and to those of neighbours.
+    """The amounts that the first `count` stripes of blocks add to their own and neighbouring accumulators.
 
-    `at` has the addresses of the first stripes, of shape (tile, 8). So have the results.
+    `at`, of shape (tile, 8), has the addresses of the first stripes. The results have the same shape.
     """
     own = tl.zeros([tile, 8], tl.uint64)
     words = tl.zeros([tile, 8], tl.uint64)
@@ -59,16 +59,16 @@ def _stripes(at, secrets, lane, count, mask, tile: tl.constexpr, parts: tl.const
 
 @triton.jit
 def _to_neighbours(words, tile: tl.constexpr):
-    """Words of shape (tile, 8), as what they add to the accumulators of their neighbours."""
+    """Swap neighbouring words of shape (tile, 8), as each is added to its neighbour's accumulator."""
     even, odd = tl.split(tl.reshape(words, [tile, 4, 2]))
     return tl.reshape(tl.join(odd, even), [tile, 8])
 
 
 @triton.jit(do_not_specialize=["data", "secrets", "sums", "size", "blocks", "total"])
 def block_sums(data, secrets, sums, size, blocks, total, parts: tl.constexpr, tile: tl.constexpr):
-    """What each whole block adds to the accumulators of its row: `sums` has shape (total, 8).
+    """The amounts that each whole block adds to its row's accumulators: `sums` has shape (total, 8).
 
-    A program takes `tile` blocks of the `total` of all rows.
+    A program processes `tile` of the `total` blocks of all rows.
     """
     block = (tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile))[:, None]
     lane = tl.arange(0, 8)[None, :]
@@ -83,7 +83,7 @@ def block_sums(data, secrets, sums, size, blocks, total, parts: tl.constexpr, ti
 
 @triton.jit
 def _folded(accumulators, secret, tile: tl.constexpr):
-    """Products of 128 bits of pairs of accumulators, folded to 64 bits and added up, of shape (tile,)."""
+    """The 128-bit products of pairs of accumulators, folded to 64 bits and added up, of shape (tile,)."""
     one, other = tl.split(tl.reshape(accumulators ^ secret, [tile, 4, 2]))
     return tl.sum((one * other) ^ tl.umulhi(one, other), 1)
 
@@ -114,10 +114,10 @@ def digests(
     tile: tl.constexpr,
     ahead: tl.constexpr,
 ):
-    """The digests of rows, from their `block_sums` and what is behind their last whole block.
+    """The digests of rows, from their `block_sums` and the bytes after their last whole block.
 
-    `out` has 16 bytes for each row. A program takes `tile` rows, and reads the sums of `ahead` blocks at
-    once, as it would otherwise wait for the memory at each block.
+    `out` has 16 bytes for each row. A program processes `tile` rows, and reads the sums of `ahead` blocks at
+    once, to wait less often for memory.
     """
     row = (tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile))[:, None]
     lane = tl.arange(0, 8)[None, :]
@@ -134,7 +134,7 @@ def digests(
             accumulators = tl.where(is_block, mixed, accumulators)
         at += ahead * 8
 
-    # Behind the last whole block: whole stripes, and then the last 64 bytes, which may overlap them.
+    # After the last whole block: whole stripes, then the last 64 bytes, which may overlap them.
     start = data + row * (size // (8 // parts))
     stripes = (row * 0 + size - 1 - whole * 1024) // 64
     behind = start + (whole * 128 + lane) * parts
@@ -152,4 +152,4 @@ def digests(
     _store_big_endian(out + row * 16 + 8, low, row < rows)
 
 
-INTERPRETED = not isinstance(digests, triton.JITFunction)  # TRITON_INTERPRET=1: it runs on the CPU
+INTERPRETED = not isinstance(digests, triton.JITFunction)  # with TRITON_INTERPRET=1, on the CPU

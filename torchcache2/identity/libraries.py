@@ -34,17 +34,16 @@ _LARGEST_REGISTRY = 1000
 
 
 class InstalledCode:
-    """Follows installed code by name, to what others have put into it.
+    """Follows installed code by name, to code that other packages or the user have put into it.
 
-    Installed code counts by its file and version, and torch's by name. That does not cover code that others
-    have put in the place of globals and methods, and into registries that it names, such as
-    ``ALL_ATTENTION_FUNCTIONS`` of transformers.
+    Installed code counts by its file and version, torch's by name. That does not cover replaced globals and
+    methods, or code in registries that it names, such as ``ALL_ATTENTION_FUNCTIONS`` of transformers.
     """
 
     def __init__(self, origins: Origins, texts: CompiledTexts) -> None:
-        self.found: dict[str, Any] = {}  # the user's code that was met, by the place where it is
+        self.found: dict[str, Any] = {}  # the user's code, by where it was found
         self.registries: list[dict[Any, Any]] = []  # dicts to which more code may be added
-        # Names that stand for code, with the globals or the class that they are in, by its id.
+        # Names of code, with the globals or the class that contain them, by its id.
         self.scopes: dict[int, tuple[Mapping[str, Any], set[str]]] = {}
         self._origins, self._texts = origins, texts
         self._named: dict[int, Any] = {}
@@ -56,7 +55,7 @@ class InstalledCode:
         return named + [one for _, reached in self._reached.values() for one in reached]
 
     def reach(self, kind: type) -> set[str]:
-        """Follow the forwards of a class and its bases through their package; every name that they take."""
+        """Follow the forwards of a class and its bases through their package; returns every name used."""
         bases = [base for base in kind.__mro__ if base not in (nn.Module, object)]
         queue = list(self._methods(bases, {"forward"}))
         names: set[str] = set()
@@ -124,7 +123,7 @@ class InstalledCode:
         return found
 
     def _registries(self, scope: dict[str, Any], name: str) -> Iterator[dict[Any, Any]]:
-        """The dicts in which a global keeps what others have registered, as far as they are not known."""
+        """The dicts in which a global keeps registered values, if not known yet."""
         value = scope[name]
         places: list[tuple[Any, str]] = [(scope, name)] if isinstance(value, dict) else []
         if isinstance(value, Mapping) and not isinstance(value, (dict, type)):
@@ -147,7 +146,7 @@ def _scope_of(owner: type | dict[str, Any]) -> Mapping[str, Any]:
 
 
 def _globals_of(function: types.FunctionType, names: set[str]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Where the globals with some names are, and those of the modules among them."""
+    """Where the globals with these names are; follows modules among them."""
     scopes = [function.__globals__]
     for scope in scopes:  # which grows
         for name in names & scope.keys():
@@ -168,7 +167,7 @@ OPERATOR_NAMESPACES = (type(torch.ops), type(torch.ops.aten), type(torch.ops.hig
 # Kernels for these dispatch keys do not compute outputs.
 _NO_KERNELS = ("Meta", "Autograd", "ADInplace", "Tracer", "Functionalize")
 _OF_TORCH = ("aten", "prim", "prims", "quantized", "torch", "c10d", "_c10d_functional", "higher_order")
-# This matches where code stood, and numbers that the process gives to scripted classes.
+# Positions of code, and numbers that the process gives to scripted classes.
 _OF_PROCESS = re.compile(r" # .*:\d+:\d+$|___torch_mangle_\d+\.", re.MULTILINE)
 _OPAQUE = ("prim::CallMethod", "prim::CallFunction", "prim::PythonOp", "prim::fork")  # they run other code
 _PLAIN = (Tensor, type(None), bool, int, float, complex, str, torch.device)
@@ -188,20 +187,20 @@ def operator_name(value: Any) -> str:
 
 
 def definition(value: Any) -> dict[str, Any] | None:
-    """What has been registered for an operator of `torch.library.custom_op`; None if that cannot be read."""
+    """The code registered for an operator of `torch.library.custom_op`; None if it cannot be read."""
     is_definition = isinstance(value, OPERATOR_DEFINITION)
     found = value if is_definition else CUSTOM_OPERATORS.get(operator_name(value))
     return None if found is None or not vars(found).keys() >= {*OPERATOR_CODE} else vars(found)
 
 
 def registered_otherwise(name: str) -> bool:
-    """Whether Python code has been registered for an operator in a way that keeps no reference to it."""
+    """Whether an operator has registered Python code that we have no reference to."""
     namespace, _, short = name.partition("::")
     if namespace in _OF_TORCH:
         return False
     if REGISTERED_KERNELS is None:
         return True
-    # The set is copied, because the garbage collector may meanwhile remove the kernels of a dead library.
+    # A copy, as the garbage collector may meanwhile remove a dead library's kernels.
     keys = [key.split("/") for key in list(REGISTERED_KERNELS)]
     return any(
         key[0] == namespace and key[1].partition(".")[0] == short and not key[-1].startswith(_NO_KERNELS)
@@ -217,13 +216,13 @@ def graph_code(graph: torch.fx.Graph) -> list[Any]:
 
 
 def script_code(methods: Iterable[Any]) -> list[Any] | None:
-    """The code of scripted methods or functions and of all that they call; None if it cannot be had."""
+    """The code of scripted methods or functions and of all that they call; None if unavailable."""
     parts: list[Any] = []
     for method in methods:
         graph = method.inlined_graph
         if any(graph.findAllNodes(kind) for kind in _OPAQUE):
             return None
-        # The printed code has only a few digits of each constant, and shortens texts that look like paths.
+        # Printed code has only a few digits of each constant, and shortens texts that look like paths.
         constants = [
             node.output().toIValue()
             for node in graph.findAllNodes("prim::Constant")
@@ -245,50 +244,51 @@ class ScriptState:
         return {name: self._parts.read(name) for name in self._parts.attributes}
 
     def __call__(self, module: object) -> tuple[Any, ...]:
-        """A tuple of one object, which stays the same as long as the attributes are equal.
+        """A tuple of one object: the same one as long as the attributes are equal.
 
-        The attributes themselves are new objects each time that they are read.
+        Each read of the attributes themselves returns new objects.
         """
         if not same(now := self._read(), self.values):
             self.values = now
         return (self.values,)
 
 
-# What is left out of namespaces: attributes of classes, or keys if they are mappings. No forward of these
-# packages reads them, and they differ between runs that compute the same. In ``attribute.key``, the attribute
-# is a dict, and only this key is left out.
+# Left out of namespaces: attributes of these classes, or keys of mappings. No forward of these packages reads
+# them, and they differ between runs that compute the same. In ``attribute.key``, only this key of the dict
+# ``attribute`` is left out.
 _OF_TOKENIZERS = ("name_or_path", "vocab_file", "tokenizer_file")
 _LEFT_OUT = {
-    # Python's hash of a text, another in each process; tells save_pretrained of changes.
+    # Python's hash of a text, which differs between processes; tells save_pretrained of changes.
     ("transformers", "GenerationConfig"): ("_original_object_hash",),
-    # Where something was loaded from; weights and vocabularies count by content, classes by code.
+    # Where it was loaded from; weights and vocabularies count by content, classes by code.
     ("transformers", "PreTrainedConfig"): ("_name_or_path",),
     ("transformers", "PretrainedConfig"): ("_name_or_path",),  # before version 5
-    # The second says that somebody has asked for hidden states before; `without_captures` handles that.
+    # The second notes an earlier request for hidden states; see `without_captures`.
     ("transformers", "PreTrainedModel"): ("name_or_path", "_output_capturing_hooks_installed"),
     ("transformers", "PreTrainedTokenizerBase"): (
         *_OF_TOKENIZERS,
         *[f"init_kwargs.{name}" for name in _OF_TOKENIZERS],
     ),
-    # And a list in the order of a set, another in each process; read when a config is loaded.
+    # The second is a list in the order of a set, which differs between processes; read while loading a
+    # config.
     ("diffusers", "FrozenDict"): ("_name_or_path", "_use_default_values"),
     ("peft", "PeftConfigMixin"): ("base_model_name_or_path",),
-    # A memo of what its tokenizer makes of prompts.
+    # A memo of its tokenizer's results for prompts.
     ("sentence_transformers", "Transformer"): ("_prompt_length_mapping",),
     # A count of the hooks of the process, to remove one; hooks count where they run.
     ("torch", "RemovableHandle"): ("id", "hooks_dict_ref", "extra_dict_ref"),
-    # Notes of tools about a graph, whose code counts.
+    # Tools' notes about a graph; its code counts.
     ("torch", "GraphModule"): (
         *("_code", "_graph", "_lineno_map", "_prologue_start", "_tracer_cls", "_tracer_extras"),
         *("_create_node_hooks", "_erase_node_hooks", "_replace_hooks", "_deepcopy_hooks"),
         *("meta", "range_constraints", "shape_env"),
     ),
-    # Raises where arguments are not as they were exported, and returns nothing.
+    # Raises if arguments differ from the exported ones, and returns nothing.
     ("torch", "GuardsFn"): ("forward",),
 }
 _CLASSES = frozenset(name for _, name in _LEFT_OUT)
-_CALLED = ("forward",)  # the package calls it, but uses nothing that it returns
-# These packages use such names only to save models and to write about them, not to compute.
+_CALLED = ("forward",)  # the package calls it, but ignores its result
+# These packages use such names only to save and describe models, not to compute.
 RELATED = ("accelerate", "diffusers", "peft", "sentence_transformers", "transformers")
 
 
@@ -303,7 +303,7 @@ def left_out(kind: type) -> list[str]:
 
 
 def is_named(attribute: str, *words: Collection[str]) -> bool:
-    """Whether code with these words names what is left out; none of them are of `RELATED` packages."""
+    """Whether code with these words, from outside `RELATED` packages, names what is left out."""
     last = attribute.rpartition(".")[2].lstrip("_")
     names = {last, f"_{last}", f"__{last}"} - {*_CALLED}
     return not all(map(names.isdisjoint, words))
@@ -312,8 +312,8 @@ def is_named(attribute: str, *words: Collection[str]) -> bool:
 def without_captures(hooks: Mapping[int, Any]) -> list[tuple[int, Any]]:
     """The hooks of a module without those by which transformers collects hidden states.
 
-    It sets them in the first call that asks for these, and they do nothing in others. If they are set twice,
-    for a model and for one around it, they collect twice, and so they count.
+    It sets them in the first call that requests hidden states; in other calls they do nothing. Duplicates,
+    set for a model and for one around it, collect twice, so they count.
     """
     kept, collected = [], set()
     for key, hook in hooks.items():

@@ -1,4 +1,4 @@
-"""The marks that the decorator leaves on modules and functions, and questions that they answer."""
+"""The marks that the decorator leaves on modules and functions, and functions to read them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 ORIGINAL_ATTRIBUTE = "_torchcache_original"  # attribute of a wrapper: what it wraps
 BINDING = "_torchcache_binding"  # attribute of a decorated class: its `Binding`
-ADDED_ATTRIBUTE = "_torchcache_added"  # attribute of what the decorator has added where there was nothing
-METHOD = "method"  # `ADDED_ATTRIBUTE` of the class of what stands in the place of an object's own method
-LAZY_ATTRIBUTE = "_torchcache_lazy"  # attribute of a module that need not be loaded: its `Lazy`
+ADDED_ATTRIBUTE = "_torchcache_added"  # attribute of a method that the decorator added
+METHOD = "method"  # `ADDED_ATTRIBUTE` of the class that replaces an object's own method
+LAZY_ATTRIBUTE = "_torchcache_lazy"  # attribute of a lazily loaded module: its `Lazy`
 
 
 def is_ours(value: Any) -> bool:
-    """Whether a function, or the class of an object, is this library's.
+    """Whether a function, or the class of an object, belongs to this library.
 
-    Marks do not tell: somebody else's wrapper has the same marks if `functools.wraps` has copied them.
+    Marks are not enough: `functools.wraps` copies them to other wrappers.
     """
-    scope = getattr(value, "__globals__", None)  # some classes have a descriptor of this name
+    scope = getattr(value, "__globals__", None)  # in some classes this is a descriptor
     module = scope.get("__name__", "") if isinstance(scope, dict) else type(value).__module__
     return str(module).partition(".")[0] == __name__.partition(".")[0]
 
@@ -29,12 +29,12 @@ def original(value: Any) -> Any:
 
 
 def is_method(value: Any) -> bool:
-    """Whether a value stands in the place of a method of one object."""
+    """Whether a value replaces a method of one object."""
     return getattr(type(value), ADDED_ATTRIBUTE, None) == METHOD and is_ours(value)
 
 
 def without_ours(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes of an object as they would be if it were not decorated."""
+    """The attributes of an object as if it were not decorated."""
     own = {name: original(value) if is_method(value) else value for name, value in fields.items()}
     return {
         name: value
@@ -44,7 +44,7 @@ def without_ours(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cache_options(obj: Any) -> list[Any]:
-    """The options of a cached module or function that change what it returns; empty if all are usual."""
+    """The options of a cached module or function that change its output; empty if all are defaults."""
     caches = getattr(vars(obj).get("cache_instance"), "methods", {})
     found = []
     for method, cache in sorted(caches.items()) or [("forward", getattr(type(obj), BINDING, None))]:
@@ -59,6 +59,6 @@ def cache_options(obj: Any) -> list[Any]:
 
 
 def own_attributes(function: types.FunctionType) -> dict[str, Any]:
-    """The attributes of a function that the decorator has not put there."""
+    """The attributes of a function except those that the decorator added."""
     ours = ("__wrapped__", "cache_instance", ORIGINAL_ATTRIBUTE, ADDED_ATTRIBUTE, BINDING)
     return {name: value for name, value in vars(function).items() if name not in ours}

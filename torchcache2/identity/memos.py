@@ -1,7 +1,7 @@
-"""Memos: dicts that a method only fills with what it computes from its argument: no output depends on them.
+"""Memos: dicts in which a method only keeps results for its argument: no output depends on them.
 
-A tokenizer may remember what it has made of each word. `candidates` reads the classes of an object for such
-dicts, and `Memo` follows one: what was there at first counts, and so does whatever else happens to it.
+For example, a tokenizer remembers its tokens for each word. `memos_of` searches an object's classes for such
+dicts, and `Memo` watches one: its first entries are part of the key, and so is any other change.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torchcache2.identity.uses import is_plain
 
 _COMPARED = 32  # entries that every call compares
 _KEYS = (str, bytes)  # no numbers, as 1, 1.0 and True would share an entry
-_BUILTINS = {  # these return the same for the same arguments, and change nothing else
+_BUILTINS = {  # pure functions
     *("abs", "all", "any", "bool", "bytes", "chr", "dict", "enumerate", "float", "frozenset", "int", "len"),
     *("isinstance", "list", "max", "min", "ord", "range", "reversed", "round", "set", "sorted", "str", "sum"),
     *("tuple", "zip", "Exception", "IndexError", "KeyError", "ValueError"),
@@ -40,15 +40,15 @@ _CHANGING = {
     *("clear", "discard", "extend", "insert", "pop", "popitem", "remove", "reverse", "setdefault", "sort"),
     "update",
 }
-_ODD_FLAGS = 0x2AC  # of code that takes any arguments, or is a generator or coroutine
+_ODD_FLAGS = 0x2AC  # code with *args or **kwargs, generators, coroutines
 _DEEPEST = 5
 
 
 class Memo:
-    """A dict, met at a path, that is a memo as far as the classes of its object say, and its entries then.
+    """A dict at a path that is a memo according to its object's classes, and its entries at that time.
 
-    `names` are its attribute, and the other attributes that the method that fills it reads. `own` are the
-    functions of these classes.
+    `names` are its attribute, and the other attributes that its filling method reads. `own` are the functions
+    of these classes.
     """
 
     def __init__(
@@ -60,26 +60,26 @@ class Memo:
 
     @functools.cached_property
     def data(self) -> bytes:
-        """What is part of the key: a digest of the entries of the first look, or of the last `count`."""
+        """The part of the key: a digest of the entries when first seen, or at the last `count`."""
         return digest([Encoder().encode(self._entries, self.path)])
 
     def count(self) -> None:
-        """Have all entries that were there at the last look be part of the key."""
+        """Make all entries accepted so far part of the key."""
         vars(self).pop("data", None)
 
     def is_named_by(self, function: types.FunctionType) -> bool:
-        """Whether other code may use the dict, or change what its method reads."""
+        """Whether a function outside of these classes names the dict, or what its method reads."""
         return id(function) not in self._own and any(_names(function, name) for name in self._names)
 
     def same(self) -> bool:
-        """Whether nothing was added or removed, and the first entries are as they were."""
+        """Whether nothing was added or removed, and the first entries are unchanged."""
         try:
             return len(self.value) == self._count and alike(_first(self.value, _COMPARED), self._start)
         except RuntimeError:  # another thread is adding to it at this moment
             return False
 
     def accept(self) -> bool:
-        """Accept entries that a forward has added, which do not count; False if it changed anything else."""
+        """Accept entries that a forward added, with an unchanged key; False if anything else changed."""
         now, count = dict(self.value), max(0, self._count)
         before, after = _first(self._entries, count), _first(now, count)
         is_kept = len(before) == len(after) and (all(map(is_, before, after)) or alike(before, after))
@@ -94,7 +94,7 @@ class Memo:
 
 
 def memos_of(value: Any, state: Mapping[str, Any], path: str, texts: CompiledTexts) -> dict[str, Memo]:
-    """The attributes of an object, met at `path`, that may be memos; `state` are all of its attributes."""
+    """The attributes of an object, at `path`, that are memos; `state` has all of its attributes."""
     found: dict[str, Memo] = {}
     dicts = {name: one for name, one in state.items() if type(one) is dict}
     scopes = [vars(base) for base in type(value).__mro__[:-1]]
@@ -116,7 +116,7 @@ def memos_of(value: Any, state: Mapping[str, Any], path: str, texts: CompiledTex
 
 
 def is_memo(value: dict[Any, Any]) -> bool:
-    """Whether the keys of a dict are texts, and its values such that nobody can change them."""
+    """Whether the keys of a dict are texts or bytes, and its values immutable."""
     return all(type(key) in _KEYS and is_plain(one) for key, one in value.items())
 
 
@@ -131,7 +131,7 @@ def _is_data(value: Any) -> bool:
 
 
 def _names(function: types.FunctionType, name: str) -> bool:
-    """Whether code takes something by this name, or has it in a text such as ``"tokenizer.cache"``."""
+    """Whether code uses this name, or has it in a text such as ``"tokenizer.cache"``."""
     constants = [one for code in code_objects(function.__code__) for one in code.co_consts]
     constants += [inner for one in constants if isinstance(one, (tuple, frozenset)) for inner in one]
     attribute = re.compile(rf"[\w\]{{]\.{name}\b")  # as in ``"{0.cache}"``
@@ -140,7 +140,7 @@ def _names(function: types.FunctionType, name: str) -> bool:
 
 
 def _may_change(function: types.FunctionType, name: str) -> bool:
-    """Whether code that takes something by this name may assign to it, or change what it holds."""
+    """Whether code that uses this name may assign to it, or change its value."""
     if not _names(function, name):
         return False
     steps = [step for code in code_objects(function.__code__) for step in dis.get_instructions(code)]
@@ -151,7 +151,7 @@ def _may_change(function: types.FunctionType, name: str) -> bool:
 
 
 def _is_filler(function: types.FunctionType, name: str, texts: CompiledTexts) -> bool:
-    """Whether a method of one argument returns the memo's entry for it, or computes and stores that entry."""
+    """Whether a method of one argument returns the memo's entry for it, else computes and stores it."""
     code, source = function.__code__, sourcecode.function_source(function, texts)
     if source is None or code.co_argcount != 2 or code.co_kwonlyargcount or function.__dict__:
         return False
@@ -171,7 +171,7 @@ def _is_filler(function: types.FunctionType, name: str, texts: CompiledTexts) ->
 
 
 def _pure_reads(function: types.FunctionType, own: str = "", depth: int = 0) -> set[str] | None:
-    """The attributes of `own` that code reads; None if it depends on more than these and its arguments."""
+    """The attributes of `own` that code reads; None if it depends on anything else but its arguments."""
     code, reads = function.__code__, set[str]()
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     is_odd = code.co_freevars or code.co_flags & _ODD_FLAGS or not all(map(is_plain, defaults))

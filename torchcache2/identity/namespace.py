@@ -1,4 +1,4 @@
-"""`NamespaceKeeper`: the namespace of one module or function, kept true while it changes."""
+"""`NamespaceKeeper`: the namespace of one module or function, kept up to date as it changes."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _DEVICES = ("cpu", "cuda")
 
 
 class Seen(NamedTuple):
-    """A namespace, and the tensors as they were when it was made.
+    """A namespace, and the state of the tensors when it was computed.
 
-    With `has_old_casts`, the forward may compute with copies that autocast has made of earlier weights. If
-    there are `shards`, the forward waits for other processes, and their parameters are not in `tensors`.
+    With `has_old_casts`, the forward may compute with autocast's copies of earlier weights. With `shards`,
+    the forward waits for other processes, and `tensors` lacks their parameters.
     """
 
     namespace: bytes
@@ -48,16 +48,16 @@ class Facts(NamedTuple):
 
     has_lazy: bool = False  # a parameter is not initialised yet
     is_uncounted: bool = False  # tensors without version counters are too large to compare at every call
-    is_parametrized: bool = False  # a submodule is
+    is_parametrized: bool = False  # a submodule is parametrized
     unsteady: UnsteadyLayer | None = None  # the first layer that draws random numbers or mixes items
-    names_grad: bool = False  # its code may turn grad mode on by itself
-    not_imported: str = ""  # a module that code imports as it runs, if that was not known before
-    sharded: str | None = None  # which part of it waits for other processes, if it is not cached for that
-    unseeded: str | None = None  # code that draws random numbers which leave no trace
+    names_grad: bool = False  # its code may turn grad mode on
+    not_imported: str = ""  # a module that code imports at run time, if not known before
+    sharded: str | None = None  # the part that waits for other processes, if that prevents caching
+    unseeded: str | None = None  # code that draws unseeded random numbers
 
 
 class History:
-    """The fingerprint before each one: that of the same module, else of another module of its class."""
+    """The previous fingerprint of each one: of the same module, else of another module of its class."""
 
     def __init__(self) -> None:
         self._lock = ProcessLock()
@@ -65,7 +65,7 @@ class History:
         self._last: Fingerprint | None = None
 
     def add(self, before: Fingerprint, now: Fingerprint) -> None:
-        """Note that a module has a new fingerprint; `before` has no parts if it had none."""
+        """Record a module's new fingerprint; `before` has no parts if there was none."""
         with self._lock():
             previous = before if before.parts else self._last
             if previous is not None and previous.namespace != now.namespace:
@@ -84,8 +84,8 @@ class History:
 class NamespaceKeeper:
     """Walks a module when its structure has changed, and reads its tensors when their content may have.
 
-    Safe under threads. `name` is what messages call the module; other modules may share the `history`. Of an
-    object that `is_argument`, all counts, as the code is elsewhere that reads it.
+    Thread-safe. Messages call the module `name`; other modules may share the `history`. All state of an
+    object that `is_argument` counts, as unknown code reads it.
     """
 
     def __init__(
@@ -97,15 +97,15 @@ class NamespaceKeeper:
         self.history = history if history is not None else History()
         self.fingerprint = Fingerprint(_NONE, {})  # as of the last look
         self.generators: list[Any] = []  # random generators that the module refers to
-        # Namespaces that may have rows of other weights, as an edit of weights was noticed late.
+        # Namespaces that may have rows of other weights, as an edit was noticed late.
         self.mistaken: list[bytes] = []
-        self.ignored: list[str] = []  # paths of what is left out at the user's word
+        self.ignored: list[str] = []  # paths left out by the user's `ignore`
         self.walks = 0  # how often code and attributes have been read
-        self.methods: set[str] = set()  # those of an object that are called from outside
-        self.lazies: list[Lazy] = []  # modules that need not be loaded
+        self.methods: set[str] = set()  # methods of an object that are called from outside
+        self.lazies: list[Lazy] = []  # lazily loaded modules
         self._settings = settings
-        # Ranks that call in step can skip such a forward together. Each has other shards, so a name has to
-        # stand for the weights.
+        # Ranks in step can skip such a forward together. Each has other shards, so a given name must stand
+        # for the weights.
         in_step = settings.distributed == "collective"
         self._caches_sharded = in_step and settings.persistent_module_hash is not None
         self._lock = ProcessLock(threading.RLock)
@@ -115,10 +115,10 @@ class NamespaceKeeper:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything that has been read, so that the next look reads it anew."""
+        """Forget everything read, so that the next look reads it anew."""
         with self._lock():
             self._guard: Guard | None = None
-            # The part for which it is not cached.
+            # The part that prevents caching.
             self._sharded: Callable[[], nn.Module | None] = lambda: None
             self._shards = Shards()
             self._loaded: list[Loaded] = []
@@ -128,14 +128,14 @@ class NamespaceKeeper:
             self._values: dict[str, str] = {}
             self._is_known = False
             self._has_old_casts = False
-            self._awaited: set[str] = set()  # modules that were not imported when they were seen
+            self._awaited: set[str] = set()  # modules seen before their import
             self._memos: dict[int, Memo] = {}
-            self._beside_memos = b""  # the namespace without them
-            self._weights: dict[str, bytes] = {}  # their digests as of the last look, and its namespaces
+            self._beside_memos = b""  # the namespace without memos
+            self._weights: dict[str, bytes] = {}  # their digests as of the last look; namespaces with these
             self._namespaces: list[bytes] = []
 
     def facts(self, root: Any) -> Facts:
-        """The facts about the module as it is now."""
+        """Facts about the module as it is now."""
         with self._lock():
             self._notice_structure(root)
             if self._shards and self._facts.unsteady is None:
@@ -143,17 +143,17 @@ class NamespaceKeeper:
             return self._facts
 
     def looks_sharded(self, root: Any) -> bool:
-        """Whether the module is sharded now, and is cached anyway."""
+        """Whether the module is sharded now, and cached anyway."""
         with self._lock():
             self._notice_structure(root)
             return bool(self._shards)
 
     def requires_grad(self) -> bool:
-        """Whether a tensor of the module requires grad; `facts` has looked which tensors it has."""
+        """Whether a tensor of the module requires grad; call `facts` first."""
         return self._tensors.requires_grad or any(t.requires_grad for t in self._shards.tensors())
 
     def look(self, root: Any) -> Seen:
-        """The namespace as of now; of a sharded module, the one before it was."""
+        """The current namespace; for a sharded module, the last one before."""
         with self._lock():
             self._notice_structure(root)
             if self._facts.sharded is not None:
@@ -161,7 +161,7 @@ class NamespaceKeeper:
             return self.look_at_tensors()
 
     def look_at_tensors(self) -> Seen:
-        """The namespace as of now, after `facts` has checked everything else."""
+        """The current namespace; call `facts` first, which checks everything else."""
         with self._lock():
             if not (self._is_known and self._tensors.same()):
                 before = self.fingerprint.namespace
@@ -187,7 +187,7 @@ class NamespaceKeeper:
                 lost = [memo for memo in self._memos.values() if not memo.accept()]
                 found |= {f"{of_root(module, memo.path)} was edited": memo.path for memo in lost}
             if seen.tensors.moved() or seen.tensors.generation != seen.generation:
-                names = seen.tensors.moved_names()  # empty if another thread has read them since
+                names = seen.tensors.moved_names()  # empty if another thread has read them
                 found = {f"{of_root(module, name)} was written to": name for name in names} or {
                     "a tensor changed": ""
                 }
@@ -205,28 +205,28 @@ class NamespaceKeeper:
             return _told(found or {"the module changed": ""})
 
     def accept_memos(self, seen: Seen, root: Any) -> None:
-        """Ignore what a forward has added to memos, unless it has changed anything else."""
+        """Ignore entries that a forward has added to memos, unless it changed anything else."""
         if self._memos:
             self.changed_since(seen, root)
 
     def undo(self, seen: Seen, root: Any, objects: Iterable[Any] = ()) -> Undo:
-        """What puts the module back as it is now, and `objects`, each an `ObjectSeen` among the arguments."""
+        """An `Undo` to this state, for the module and `objects`, each an `ObjectSeen` among the arguments."""
         others = [one.keeper.undo(one.seen, one.value) for one in objects]
         with self._lock():
             return Undo(self._guard, _owner(root), seen.tensors.small_buffers(), others)
 
     def distrust_tensors(self) -> None:
-        """Have the tensors read again: an optimizer may change them without moving their version counters."""
+        """Read the tensors again next time: an optimizer may change them without their version counters."""
         with self._lock():
             self._tensors.forget()
 
     def notices_all(self, *, large: bool) -> bool:
-        """Whether the next look notices every change; with `large`, also of large containers."""
+        """Whether the next look notices every change; with `large`, also in large containers."""
         guard = self._guard
         return guard is None or not (guard.is_opaque or (large and guard.has_large))
 
     def distrust_structure(self) -> None:
-        """Have code and attributes read again."""
+        """Read code and attributes again next time."""
         with self._lock():
             self._guard = None
 
@@ -260,7 +260,7 @@ class NamespaceKeeper:
             )
         except ShardedError as stop:
             self._facts, self._sharded = Facts(sharded=str(stop)), stop.part
-            self._tensors = TensorWatch({})  # a tensor that is watched cannot be freed
+            self._tensors = TensorWatch({})  # a watched tensor cannot be freed
             return
         self._parts = {name: digest([data]) for name, data in walk.parts.items()}
         self._values = texts_of(walk.parts) | walk.texts()
@@ -307,7 +307,7 @@ class NamespaceKeeper:
         self._guard = Guard(walk, module)
 
     def _read(self) -> None:
-        """Read the tensors, and make the namespace."""
+        """Read the tensors, and compute the namespace."""
         name = self._settings.persistent_module_hash
         self._is_known = False  # in case reading is interrupted
         self._tensors.refresh(read=name is None)
@@ -322,11 +322,11 @@ class NamespaceKeeper:
             inner = {one.names[path]: digests.pop(path) for path in one.names.keys() & digests.keys()}
             namespace = _with_weights(one.parts, inner).namespace
             if name is None and namespace != one.lazy.expected(one.loader, one.content, self._settings):
-                parts[f"loaded {one.path or 'module'}"] = namespace  # it was edited, or is not what it was
+                parts[f"loaded {one.path or 'module'}"] = namespace  # edited, or not the loader's
         parts |= {f"weights {path}": data for path, data in digests.items()}
         values = self._values | {f"weights {path}": text for path, text in self._tensors.forms().items()}
         if self._memos:
-            # What a memo's method computes from its key may depend on anything else that counts.
+            # A memo's entries may depend on anything else in the key.
             before, self._beside_memos = self._beside_memos, Fingerprint.of_parts(parts).namespace
             for memo in self._memos.values():
                 if before != self._beside_memos:
@@ -352,7 +352,7 @@ class NamespaceKeeper:
 
 
 def namespace_of(module: nn.Module, tokens: dict[int, tuple[object, bytes]]) -> bytes:
-    """What a module is now, as 16 bytes; `tokens` as for `CodeWalk`. `ShardedError` if it is sharded."""
+    """A module's state and code as 16 bytes; `tokens` as for `CodeWalk`. `ShardedError` if it is sharded."""
     walk = Walk((module,), tokens, CompiledTexts())
     tensors = TensorWatch(walk.tensors)
     tensors.refresh()
@@ -369,7 +369,7 @@ def _with_weights(walked: Mapping[str, bytes], digests: Mapping[str, bytes]) -> 
 
 
 def _told(changes: Mapping[str, str]) -> str | None:
-    """What has changed, and which option leaves it out; None for no changes."""
+    """The changes, and the option that leaves them out; None for no changes."""
     named = dict.fromkeys(filter(None, changes.values()))
     inside = tuple([f"{path}{sign}" for path in named for sign in ".["])
     paths = tuple([path for path in named if not path.startswith(inside)])

@@ -1,4 +1,4 @@
-"""Modules whose weights are spread over processes, so that their forwards wait for each other."""
+"""Modules whose weights are sharded over processes, so that their forwards wait for each other."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torchcache2.core.private import FSDP_MARK, FSDP_MODULES, buffers_of, fsdp_policy, parameters_of
 from torchcache2.identity.unsteady import UnsteadyLayer, unsteady
 
-_ZERO_MARK = "ds_id"  # ZeRO-3 of DeepSpeed sets it on each parameter that it spreads
+_ZERO_MARK = "ds_id"  # DeepSpeed's ZeRO-3 sets it on each sharded parameter
 
 
 class ShardedError(Exception):
-    """Raised of a module that needs other processes to compute, or of a part of it."""
+    """Raised for a module that needs other processes to compute."""
 
     def __init__(self, part: nn.Module, text: str) -> None:
         super().__init__(text)
@@ -25,9 +25,9 @@ class ShardedError(Exception):
 
 
 def sharding(module: nn.Module) -> str | None:
-    """What spreads the parameters of a module, those of its submodules aside; None if they are whole.
+    """How a module's own parameters (not its submodules') are sharded; None if they are not.
 
-    Libraries are known by the names and marks that they leave: to import them only to ask takes seconds.
+    Recognises libraries by names and marks, as importing them takes seconds.
     """
     name = type(module).__name__
     bases = type(module).__mro__
@@ -41,11 +41,34 @@ def sharding(module: nn.Module) -> str | None:
     return None
 
 
-class Shards:
-    """The sharded modules that a walk has met; it holds none of them, as one may own the cache.
+class _Met(set[int]):
+    """What was met, by identity."""
 
-    Where they `are_cached`, a name says who computes, and nothing of them is read. Elsewhere the first one
-    ends the walk.
+    def __contains__(self, module: object) -> bool:
+        return super().__contains__(id(module))
+
+    def add(self, module: object) -> None:
+        super().add(id(module))
+
+
+def modules_of(root: Any) -> Iterator[nn.Module]:
+    """A module and all in it, each once; nothing if it is none. A module that is a dataclass has no hash."""
+    if isinstance(root, nn.Module):
+        met: Any = _Met()
+        yield from (module for _, module in nn.Module.named_modules(root, met))
+
+
+def weights_of(root: Any) -> Iterator[Tensor]:
+    """The parameters and buffers of a module; nothing if it is none."""
+    for module in modules_of(root):
+        yield from chain(module.parameters(recurse=False), module.buffers(recurse=False))
+
+
+class Shards:
+    """The sharded modules that a walk has found; by weak references, as one may own the cache.
+
+    If they `are_cached`, `persistent_module_hash` identifies them, and their content is not read. Otherwise
+    the first one ends the walk.
     """
 
     def __init__(self, *, are_cached: bool = False) -> None:
@@ -56,7 +79,7 @@ class Shards:
         return len(self._found) > 0
 
     def takes(self, module: nn.Module) -> bool:
-        """Whether a module, or a part of it, is sharded, so that it is not to be walked.
+        """Whether a module, or a part of it, is sharded, so that the walk must skip it.
 
         Raises `ShardedError` if the module is sharded and such modules are not cached.
         """
@@ -64,13 +87,13 @@ class Shards:
             if (text := sharding(module)) is not None:
                 raise ShardedError(module, text)
             return False
-        part = next((part for part in module.modules() if sharding(part) is not None), None)
+        part = next((part for part in modules_of(module) if sharding(part) is not None), None)
         if part is not None:
             self._found.append((weakref.ref(module), weakref.ref(part)))
         return part is not None
 
     def same(self) -> bool:
-        """Whether each module still exists, and the part of it that was found to be sharded still is."""
+        """Whether each module still exists, and its sharded part is still sharded."""
         parts = [part() for _, part in self._found]
         return all(part is not None and sharding(part) is not None for part in parts)
 
@@ -78,7 +101,7 @@ class Shards:
         """The modules, and all of their submodules."""
         for module, _ in self._found:
             if (living := module()) is not None:
-                yield from living.modules()
+                yield from modules_of(living)
 
     def tensors(self) -> Iterator[Tensor]:
         """Their parameters and buffers, as they are now."""
@@ -87,7 +110,7 @@ class Shards:
             yield from [tensor for tensor in every if tensor is not None]
 
     def buffers(self) -> dict[str, Tensor]:
-        """By name, the buffers that are whole. Parameters are no state, as they come and go when gathered."""
+        """The unsharded buffers, by name. Parameters are no state, as they come and go when gathered."""
         buffers: dict[str, Tensor] = {}
         for number, part in enumerate(self.parts()):
             for name, buffer in buffers_of(part).items():
@@ -96,11 +119,11 @@ class Shards:
         return buffers
 
     def held(self, kinds: tuple[type, ...]) -> list[Any]:
-        """Attributes of theirs that are of some classes."""
+        """Their attributes that are instances of some classes."""
         return [value for part in self.parts() for value in vars(part).values() if isinstance(value, kinds)]
 
     def dtypes(self) -> set[torch.dtype]:
-        """The dtypes of their tensors, and those in which FSDP has them compute."""
+        """The dtypes of their tensors, and those in which FSDP computes."""
         dtypes = {tensor.dtype for tensor in self.tensors()}
         for part in self.parts():
             policies = fsdp_policy(part), getattr(part, "mixed_precision", None)

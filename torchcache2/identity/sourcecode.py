@@ -1,7 +1,7 @@
-"""Where code comes from, and what its source says.
+"""Where code comes from, and its source.
 
-Code has one of four origins. *Project* code is the user's own: it is read function by function, and so
-is everything that it names. Code of *installed* packages is covered by its file and the package's version,
+Code has one of four origins. *Project* code is the user's own: the key covers each of its functions, and
+everything that it names. Code of *installed* packages is covered by its file and the package's version,
 *torch*'s and the standard library's (*builtin*) by name.
 """
 
@@ -34,7 +34,7 @@ from torchcache2.core.process import ProcessLock
 
 Origin = Literal["project", "installed", "torch", "builtin"]
 
-_LOADED = time.time()  # an installed file that is older than this has not changed since it was loaded
+_LOADED = time.time()  # older installed files have not changed since they were loaded
 _OURS = __name__.partition(".")[0]
 _SITE = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("purelib", "platlib"))
 _STDLIB = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib"))
@@ -42,23 +42,23 @@ _T = TypeVar("_T")
 _PARSING = ProcessLock()
 _PARSED_AGAIN = 10
 _MOST_TEXTS = 1000
-_MARSHAL_VERSION = 2  # the last in which the bytes do not depend on who else refers to a value
-_BEGINS = re.compile(r"[^\s#)\]}]")  # the first character of a line that begins an outermost statement
+_MARSHAL_VERSION = 2  # the last version whose bytes do not depend on reference counts
+_BEGINS = re.compile(r"[^\s#)\]}]")  # first character of an outermost statement's line
 _IMPORTS = re.compile(r"import [\w., ]+(#|$)|from [\w.]+ import ")
 _WORD = re.compile(r"[.'\"](\w+)")
 _FUTURE = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names})
 _SITE_NAMES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
-# A class that `ABCMeta(…)` or `types.new_class(…)` makes gets the name of the maker's module.
+# Classes made by `ABCMeta(…)` or `types.new_class(…)` get these modules' names.
 _MAKERS = ("abc", "types")
 
 
 def defining_module(obj: Any) -> str:
-    """Name of the module that the code of a class, function or module stands in."""
+    """Name of the module that contains the code of a class, function or module."""
     if isinstance(obj, types.ModuleType):
         return obj.__name__
     if isinstance(obj, types.FunctionType):
-        # Unlike `__module__`, `functools.wraps` does not copy this to a wrapper.
+        # Unlike `__module__`, which `functools.wraps` copies to a wrapper.
         return str(obj.__globals__.get("__name__", ""))
     name = getattr(obj, "__module__", None)
     if name in _MAKERS and isinstance(obj, type) and vars(sys.modules[name]).get(obj.__name__) is not obj:
@@ -96,7 +96,7 @@ class Origins:
         return self._known[module]
 
     def is_project(self, value: Any) -> bool:
-        """Whether a value is the user's own code, or an object of a class that is."""
+        """Whether a value is project code, or an instance of a project class."""
         if isinstance(value, functools.partial):
             return self.is_project(value.func)
         value = getattr(value, "__func__", value)
@@ -131,10 +131,10 @@ def file_digest(path: str) -> str:
 
 
 def function_source(function: types.FunctionType, texts: CompiledTexts) -> str | None:
-    """Source of a function without decorator lines and indentation; None if it cannot be had.
+    """Source of a function without decorators and indentation; None if unavailable.
 
-    Of a lambda it is the lambda alone, if there is no other in its line. The source must compile to the code
-    of the function, since a file may have been edited after it was imported.
+    For a lambda, just the lambda, if its line has no other. The source must compile to the function's code,
+    since its file may have been edited after the import.
     """
     code = function.__code__
     linecache.checkcache(code.co_filename)
@@ -150,7 +150,7 @@ def _text_at(code: types.CodeType, file_lines: list[str], start: int) -> str | N
     try:
         tree = parse(text)
     except SyntaxError:
-        # The lines around a lambda may be a part of an expression, which does not parse by itself.
+        # A lambda's lines may be part of an expression, which does not parse by itself.
         return text + instructions(code)
     node = tree.body[0] if tree.body else None
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == code.co_name:
@@ -160,7 +160,7 @@ def _text_at(code: types.CodeType, file_lines: list[str], start: int) -> str | N
 
 
 def loaded_differs(module: types.ModuleType, texts: CompiledTexts) -> bool:
-    """Whether the functions of a module that has been imported are not what its file says now."""
+    """Whether an imported module's functions differ from its file now."""
     file = getattr(module, "__file__", None) or ""
     codes = [code for value in list(vars(module).values()) for code in _codes_of(value, file)]
     if not codes or not file.endswith(".py"):
@@ -171,7 +171,7 @@ def loaded_differs(module: types.ModuleType, texts: CompiledTexts) -> bool:
 
 
 def _codes_of(value: Any, file: str) -> Iterator[types.CodeType]:
-    """Code of a function, or of the methods of a class, that stands in a file."""
+    """Code of a function, or of a class's methods, from this file."""
     for one in list(vars(value).values()) if isinstance(value, type) else [value]:
         for function in map(inspect.unwrap, functions_in(one)):
             if isinstance(function, types.FunctionType) and function.__code__.co_filename == file:
@@ -179,7 +179,7 @@ def _codes_of(value: Any, file: str) -> Iterator[types.CodeType]:
 
 
 def is_newer(path: str) -> bool:
-    """Whether a file may have been changed since this process has begun to import."""
+    """Whether a file may have changed since this process began to import."""
     try:
         status = os.stat(path)
     except OSError:
@@ -188,7 +188,7 @@ def is_newer(path: str) -> bool:
 
 
 def instructions(code: types.CodeType) -> str:
-    """The instructions of code as text: they tell functions of one line apart, but depend on Python."""
+    """The instructions of code as text: distinct for functions on one line, but dependent on Python."""
     steps = []
     for step in dis.get_instructions(code):
         nested = isinstance(step.argval, types.CodeType)
@@ -197,13 +197,13 @@ def instructions(code: types.CodeType) -> str:
 
 
 def is_of_other_main(function: types.FunctionType) -> bool:
-    """Whether a function is of the ``__main__`` of another process, which has pickled it, code and all."""
+    """Whether a function comes from another process's ``__main__``, pickled with its code."""
     scope = function.__globals__
     return scope.get("__name__") == "__main__" and scope is not vars(sys.modules["__main__"])
 
 
 def compiled(code: types.CodeType) -> str:
-    """Code itself in place of its source, without where it stood; it depends on the version of Python."""
+    """Compiled code as text, in place of its source: equal wherever it stands, but not between Pythons."""
     return f"{importlib.util.MAGIC_NUMBER.hex()} {_marshalled(_without_place(code)).hex()}"
 
 
@@ -215,7 +215,7 @@ def _without_place(code: types.CodeType) -> types.CodeType:
 
 
 class CompiledTexts:
-    """What texts compile to, and what has been read of code: each is read once, a thousand are remembered."""
+    """Caches the code that texts compile to, and facts read from code: a thousand of each."""
 
     def __init__(self) -> None:
         self._compiled = functools.lru_cache(_MOST_TEXTS)(_compiled)
@@ -223,7 +223,7 @@ class CompiledTexts:
         self._read: dict[tuple[Callable[..., Any], int], tuple[tuple[Any, ...], Any]] = {}
 
     def once(self, read: Callable[..., _T], code: types.CodeType, *more: Any) -> _T:
-        """What `read` returns for code, which is called again only if the other arguments have changed."""
+        """The result of `read` for code; calls it again only if the other arguments have changed."""
         key = read, id(code)
         known = self._read.get(key)
         if known is None or known[0] != (code, *more):
@@ -234,7 +234,7 @@ class CompiledTexts:
         return found
 
     def words(self, file: str) -> frozenset[str]:
-        """What a file takes by name: attributes, and names that begin a text."""
+        """The words of a file that may be names: attributes, and those that begin a text."""
         try:
             status = os.stat(file)
             return self._words(file, status.st_mtime_ns, status.st_size)
@@ -242,11 +242,11 @@ class CompiledTexts:
             return frozenset()
 
     def have(self, code: types.CodeType, lines: list[str]) -> bool:
-        """Whether code is what these lines of its file compile to.
+        """Whether these lines of its file compile to this code.
 
-        Tries the statement that the code is in first, as to compile a whole file takes many times as long.
-        The imports above it stay: calls on an imported name compile to other instructions than on another
-        global. Of code in which pytest has rewritten assertions, the file must be older than the process.
+        First tries just the code's outermost statement, as compiling a whole file takes far longer. Keeps the
+        imports above it, since calls on imported names compile differently from calls on other globals. If
+        pytest has rewritten the code's assertions, the file must be older than the process.
         """
         names = [name for inner in code_objects(code) for name in (*inner.co_names, *inner.co_varnames)]
         if any(name.startswith("@py") for name in names):
@@ -254,7 +254,7 @@ class CompiledTexts:
         first, last = _statement(lines, code.co_firstlineno - 1)
         data = _marshalled(code)
         for text in [*_imports(lines[:first]), *lines[first:last]], lines:
-            # Cells of a notebook have the ``__future__`` imports of earlier cells, as the flags say.
+            # Notebook cells inherit the ``__future__`` imports of earlier cells; the flags tell which.
             if data in self._compiled(code.co_filename, "".join(text), code.co_flags & _FUTURE):
                 return True
         return False
@@ -266,7 +266,7 @@ def _words(file: str, *_: int) -> frozenset[str]:
 
 
 def _statement(lines: list[str], position: int) -> tuple[int, int]:
-    """Where what seems to be the outermost statement around a line begins, and where it ends."""
+    """Start and end of what looks like the outermost statement around a line."""
     first = min(position, len(lines) - 1)
     while first > 0 and not _BEGINS.match(lines[first]):
         first -= 1
@@ -277,7 +277,7 @@ def _statement(lines: list[str], position: int) -> tuple[int, int]:
 
 
 def _imports(lines: list[str]) -> list[str]:
-    """Lines without those that do not import something for the whole file, as far as that is easily told."""
+    """The lines with only top-level imports kept, as far as a simple check can tell."""
     found: list[str] = []
     is_open = False  # within parentheses
     for line in lines:
@@ -288,10 +288,10 @@ def _imports(lines: list[str]) -> list[str]:
 
 
 def _compiled(file: str, text: str, flags: int) -> frozenset[bytes]:
-    """Each code object that a text compiles to, marshalled; none if it does not compile."""
+    """The marshalled code objects that a text compiles to; none if it does not compile."""
     flags |= ast.PyCF_ALLOW_TOP_LEVEL_AWAIT  # as in the cells of a notebook
     try:
-        with warnings.catch_warnings():  # the first compilation has shown these warnings already
+        with warnings.catch_warnings():  # the first compilation has shown them
             warnings.simplefilter("ignore")
             code = compile(text, file, "exec", flags=flags, dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -304,7 +304,7 @@ def _marshalled(code: types.CodeType) -> bytes:
 
 
 def _with_sorted_sets(code: types.CodeType) -> types.CodeType:
-    """Code whose sets have an order that does not depend on the process; before Python 3.11, it does."""
+    """Code with sorted sets: before Python 3.11, their order depends on the process."""
     constants = [
         _with_sorted_sets(one)
         if isinstance(one, types.CodeType)
@@ -339,20 +339,20 @@ def cells_of(function: types.FunctionType) -> Iterator[tuple[str, types.CellType
 
 
 def names_in(code: types.CodeType) -> set[str]:
-    """Every name that code takes: of a global, an attribute, or an import."""
+    """Every name in code: of globals, attributes and imports."""
     return {name for inner in code_objects(code) for name in inner.co_names}
 
 
 def parse(text: str) -> ast.Module:
     """The syntax tree of source code; safe under threads.
 
-    Before Python 3.12, the parser counts its depth for all threads together, and raises a `SystemError` if
-    the count is wrong in the end.
+    Before Python 3.12, the parser counts its depth for all threads together, and raises `SystemError` if the
+    count ends up wrong.
     """
     with _PARSING():
         for _ in range(_PARSED_AGAIN):
             try:
                 return ast.parse(text)
-            except SystemError:  # code outside of this lock has parsed at the same time
+            except SystemError:  # other code has parsed at the same time, without this lock
                 pass
         return ast.parse(text)

@@ -1,11 +1,11 @@
 """`TensorWatch`: reads the content of tensors once, and again when it may have changed.
 
-Tensors are compared by storage address, dtype, shape, strides and version counter. Edits through ``.data``
-and by numpy change none of these. So each call also compares tiny tensors, and the first bytes of all others,
-and reads the next 64 KB of what was read before: an edit is found at the latest when all is read again. On a
-GPU, a call compares the first bytes of one tensor, and the next 64 KB, when they have arrived, as no call
-waits for them: with the keys of a batch that is there too, else at a later call. Tensors made under
-`torch.inference_mode` have no version counters: if they are small, all of their bytes are compared.
+Tensors are compared by storage address, dtype, shape, strides and version counter. Edits through ``.data`` or
+NumPy change none of these. So each call also compares tiny tensors, and the first bytes of all others, and
+reads the next 64 KB of all content again: this finds any edit after one round. On a GPU, a call copies the
+first bytes of one tensor and the next 64 KB to the host without waiting, and they are compared once they have
+arrived: with the keys of a batch on that GPU, else at a later call. Tensors made under `torch.inference_mode`
+have no version counters: if they are small, all of their bytes are compared.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from torchcache2.identity.encoding import UnencodableError, form, tensor_digest
 from torchcache2.identity.xxh3 import DIGESTS
 
 _HEAD = 64
-_TINY = 256  # bytes of tensors that are compared whole at every call
+_TINY = 256  # bytes; smaller tensors are compared whole at every call
 _PROBE = 4096
 _PIECE = 1 << 16  # bytes that a call reads again, some 4 µs
-_SPREAD = 64  # so many further bytes are compared before a digest is used again
+_SPREAD = 64  # further bytes compared before a digest is reused
 _COPIED = 16 << 20
 _MOST_UNCOUNTED = 500_000  # bytes, some 40 µs at every call
 
-# Arrays are buffers, which older type checkers do not know.
+# Arrays are buffers, which older type checkers reject.
 Bytes1D = Any
 
 _form: Callable[[Tensor], tuple[Any, ...]] = attrgetter("dtype", "shape")
@@ -45,18 +45,18 @@ _form: Callable[[Tensor], tuple[Any, ...]] = attrgetter("dtype", "shape")
 
 @dataclasses.dataclass(eq=False)
 class _Read:
-    """What was read of a tensor, and what would show that its content has changed."""
+    """What was read from a tensor, and what would reveal a change of its content."""
 
     tensor: Tensor
-    memory: Bytes1D | None  # that it spans, if that is on the host
-    mark: tuple[Any, ...] | None  # see `TensorWatch._marked`; None if another may show no change
-    sample: tuple[bytes, bytes]  # what a call compares of it, and more of its bytes
+    memory: Bytes1D | None  # its memory, if on the host
+    mark: tuple[Any, ...] | None  # see `TensorWatch._marked`; None if it may miss changes
+    sample: tuple[bytes, bytes]  # the bytes that each call compares, and further ones
     storage: StorageWeakRef | None  # if it is freed, another tensor may have its address
-    digest: bytes = b""  # empty: it is to be read
-    content: bytes | None = None  # the digest of the memory that it spans, if that was read
+    digest: bytes = b""  # empty: not read yet
+    content: bytes | None = None  # the digest of its memory span, if that was read
 
     def is_at(self, mark: tuple[Any, ...] | None) -> bool:
-        """Whether this is about the tensor that has a mark now."""
+        """Whether this still describes the tensor that has this mark now."""
         is_same = self.storage is not None and mark is not None and self.mark == mark
         return is_same and not self.storage.expired()  # type: ignore[union-attr]
 
@@ -67,7 +67,7 @@ class _Read:
 
 
 class _Scan:
-    """Reads tensors again, in pieces, and compares each with what was read when it comes to its end."""
+    """Reads tensors again, in pieces, and compares each one's digest at its end."""
 
     def __init__(self) -> None:
         self.queue: list[_Read] = []
@@ -75,7 +75,7 @@ class _Scan:
         self._hasher = xxh3_128()
 
     def go_on(self, queue: list[_Read]) -> None:
-        """Read these tensors from now on, first the one that is being read if it is as it was."""
+        """Read these tensors from now on, continuing with the current one if it is among them."""
         if self.queue and self.queue[self._turn] in queue:
             self._turn = queue.index(self.queue[self._turn])
         else:
@@ -84,13 +84,13 @@ class _Scan:
         self.queue = queue
 
     def piece(self) -> Any:
-        """What to read next: memory of the host, or a tensor elsewhere."""
+        """The next piece to read: host memory, or a tensor elsewhere."""
         one = self.queue[self._turn]
         memory = _head(one.tensor, one.size) if one.memory is None else one.memory
         return memory[self._start : self._start + _PIECE]
 
     def read(self, piece: Bytes1D) -> bool:
-        """Take the bytes of the piece; False if they end a tensor that is not as it was."""
+        """Add the bytes of the piece; False if they complete a tensor that has changed."""
         one = self.queue[self._turn]
         self._hasher.update(piece)
         self._start += len(piece)
@@ -105,7 +105,7 @@ class _Scan:
 class TensorWatch:
     """The content of some tensors, by path: read once, and again when it may have changed.
 
-    What a watch `before` of some of these tensors has read is not read again.
+    Does not read again what a watch `before` has read of these tensors.
     """
 
     def __init__(
@@ -114,9 +114,9 @@ class TensorWatch:
         self.digests: dict[str, bytes] = {}  # as of the last `refresh`
         self.unreadable: list[str] = []  # paths of tensors whose content cannot be read
         self.generation = 0  # how often `refresh` has been called
-        # Whether the last `refresh` has found an edit that may be older than the call before.
+        # Whether the last `refresh` found an edit that an earlier call may have missed.
         self.is_late = False
-        self.requires_grad = False  # whether a tensor does, as of the last `same_forms`
+        self.requires_grad = False  # whether any tensor does, as of the last `same_forms`
         self._runtime = runtime
         self._named = {name: tensor for name, tensor in tensors.items() if not is_lazy(tensor)}
         self.tensors = list({id(tensor): tensor for tensor in self._named.values()}.values())
@@ -130,31 +130,32 @@ class TensorWatch:
         self._are_plain = all(map(_is_plain, self.tensors))
         self._forms: list[Any] = []
         self._has_forms: Callable[..., bool] | None = None
-        self._state: list[list[Any]] | None = None  # what `_look` saw; None: all is to be read again
+        self._state: list[list[Any]] | None = None  # what `_look` saw; None: read everything again
         self._marks: dict[int, tuple[Any, ...]] = {}
         self._follows = False
         self._heads: list[Bytes1D] = []
         self._head_bytes = b""
-        self._wholes: list[Any] = []  # of tensors without version counters: memory, or the tensor elsewhere
+        self._wholes: list[Any] = []  # tensors without version counters: host memory, or the tensor
         self._far: list[Tensor] = []
         self._turn = 0
         self._scan: _Scan = _Scan() if before is None else before._scan
-        # Whether a tensor has changed without a sign.
+        # Whether a tensor has changed without a change of its counter.
         self._is_doubtful: bool = before is not None and before._is_doubtful
-        # The id of the tensor whose first bytes came from an accelerator for the last call, if they did.
+        # The id of the tensor whose first bytes arrived from an accelerator for the last call, if any.
         self._compared = 0
         self._lags = False  # whether there was a call since bytes were sent
-        # Bytes on their way to the host: the first of a tensor, how many, and whether a piece of the scan.
+        # Bytes on their way to the host: the tensor's id, how many of its first bytes, and whether a piece of
+        # the scan follows.
         self._arriving: tuple[int, int, bool, Arriving] | None = None
         known: dict[int, _Read] = {} if before is None else before._known
-        mine = [id(tensor) for tensor in self.tensors]  # other ids may soon be those of new tensors
+        mine = [id(tensor) for tensor in self.tensors]  # new tensors may get other ids
         self._known: dict[int, _Read] = {key: known[key] for key in mine if key in known}
         if before is not None and before._follows:
             self._follow_optimizers()
         self.same_forms()
 
     def same_forms(self) -> bool:
-        """Whether each tensor has the dtype, shape and strides that it had; notes which require grad."""
+        """Whether each tensor has the same dtype, shape and strides as before; notes if any requires grad."""
         if self._has_forms is not None and self._has_forms(*self.tensors):
             return True
         forms = [(*_form(tensor), tensor.stride()) for tensor in self.tensors]
@@ -166,24 +167,24 @@ class TensorWatch:
         return forms == before
 
     def moved(self) -> bool:
-        """Whether a tensor has other storage, or was written to, since the last `refresh`."""
+        """Whether a tensor has got other storage, or was written to, since the last `refresh`."""
         return not self.same_forms() or self._look() != self._state
 
     def moved_names(self) -> list[str]:
-        """The tensors that `moved` is about, by path, as far as that can be told."""
+        """The paths of the tensors that have moved, as far as known."""
         self.same_forms()
         now = self._marked(self._look())
         return [name for name, one in self._named.items() if now[id(one)] != self._marks.get(id(one))]
 
     def same(self) -> bool:
-        """Whether every tensor seems to have the content that was read, after `same_forms`."""
+        """Whether every tensor seems to have the content that was read; call `same_forms` first."""
         if self._look() != self._state or b"".join(self._heads) != self._head_bytes or not self.holds():
             return False
         self._lags = self._arriving is not None
         return self._lags or self._read_on()
 
     def _read_on(self) -> bool:
-        """Read a further piece, or have it sent; False if it shows an edit."""
+        """Read the next piece, or start to send it; False if it shows an edit."""
         self._turn += 1
         piece: Any = self._scan.piece() if self._scan.queue else None
         is_far = isinstance(piece, Tensor)
@@ -194,7 +195,7 @@ class TensorWatch:
             sent = [_head(tensor, _PROBE)]
             if is_far and piece.device == tensor.device:
                 sent.append(piece)
-            # A copy, as a view would keep the memory of the tensor until its bytes are compared.
+            # A copy, as a view would keep the tensor's memory until the bytes are compared.
             arriving = Arriving([torch.cat(sent)], self._runtime)
             self._arriving = id(tensor), len(sent[0]), len(sent) > 1, arriving
         return True
@@ -213,12 +214,12 @@ class TensorWatch:
         return True
 
     def _doubt(self) -> bool:
-        """Have the next `same` return False, and all be read again then; False."""
+        """Make the next `same` return False, so that everything is read again; returns False."""
         self._is_doubtful, self._state = True, None
         return False
 
     def refresh(self, *, read: bool = True) -> None:
-        """Read tensors that may have changed; without `read`, only remember what would show a change."""
+        """Read tensors that may have changed; without `read`, only remember what would reveal a change."""
         self.same_forms()
         if self.requires_grad and not self._follows:
             self._follow_optimizers()
@@ -226,22 +227,22 @@ class TensorWatch:
         self._wholes = [t if t.device.type != "cpu" else memoryview(_content(t)) for t in whole]
         state, self._state, self._arriving = self._look(), None, None  # in case reading is interrupted
         self.generation += 1
-        # These are taken before the tensors are read, because other threads may write to them meanwhile.
+        # Before reading the tensors, as other threads may write to them meanwhile.
         self._marks = self._marked(state)
         found = {id(tensor): self._sampled(tensor) for tensor in self.tensors} if read else {}
         before = {key: one for key, one in self._known.items() if key in found and one.is_at(found[key].mark)}
         self._known = {}
-        # If one has changed without its counter, somebody writes through ``.data`` or numpy, perhaps also
-        # where there is no sample: then all are read.
+        # If one has changed without its counter, code writes through ``.data`` or NumPy, perhaps also
+        # elsewhere: then read all.
         if not self._is_doubtful and all(one.sample == found[key].sample for key, one in before.items()):
             found |= before
         self._read(found)
         self.digests = {n: found[id(t)].digest for n, t in self._named.items() if id(t) in found}
         pairs = [(old, found[key]) for key, old in before.items() if old.digest != found[key].digest]
-        # The last call has compared the first bytes of these.
+        # The last call compared the first bytes of these.
         compared = [one for one in pairs if one[1].memory is not None or id(one[1].tensor) == self._compared]
         self.is_late = pairs != [] and all(old.sample[0] == new.sample[0] for old, new in compared)
-        # To read memory views takes half of the time that arrays take.
+        # Reading memory views takes half as long as reading arrays.
         self._heads = [_first(one.memory) for one in found.values() if one.memory is not None]
         self._head_bytes = b"".join(self._heads)
         known = {key: one for key, one in found.items() if one.mark is not None}
@@ -272,7 +273,7 @@ class TensorWatch:
                     content = one.content = content or xxh3_128_digest(_content(one.tensor))
                 one.digest = tensor_digest(one.tensor, content if in_order else there.get(id(one.tensor)))
             except torch.cuda.OutOfMemoryError:
-                raise  # it can be read once there is memory: all is read again then
+                raise  # it can be read once there is memory, when everything is read again
             except (RuntimeError, TypeError, NotImplementedError, UnencodableError):
                 self.unreadable += [name for name, tensor in self._named.items() if tensor is one.tensor][:1]
                 one.digest, one.mark = os.urandom(16), None
@@ -282,7 +283,7 @@ class TensorWatch:
         return {name: form(tensor.dtype, tensor.shape) for name, tensor in self._named.items()}
 
     def forget(self) -> None:
-        """Make the next `same` return False, so that all is read again, and keep no storage alive."""
+        """Make the next `same` return False, to read everything again, and keep no storage alive."""
         self._heads, self._wholes, self._known, self._state, self._arriving = [], [], {}, None, None
         self._scan = _Scan()
 
@@ -300,7 +301,7 @@ class TensorWatch:
         return [pointers, list(map(version, self._counted)), wholes]
 
     def _marked(self, state: list[list[Any]]) -> dict[int, tuple[Any, ...]]:
-        """By id, what changes when a tensor is written to or replaced."""
+        """Values, by id, that change when a tensor is written to or replaced."""
         pointers, versions, wholes = state
         tensors = self._counted + self._uncounted
         written = {id(t): sign for t, sign in zip(tensors, versions + wholes, strict=False)}
@@ -331,12 +332,12 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _is_in_order(tensor: Tensor) -> bool:
-    """Whether the memory of a tensor is its content."""
+    """Whether a tensor's memory equals its content."""
     return _is_plain(tensor) and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def _span(tensor: Tensor) -> int:
-    """How many bytes of storage there are from the first element of a tensor to its last."""
+    """Bytes of storage from a tensor's first element to its last."""
     if tensor.numel() == 0 or not _is_plain(tensor):
         return 0
     steps = zip(tensor.shape, tensor.stride(), strict=True)
@@ -352,7 +353,7 @@ def _head(tensor: Tensor, count: int) -> Tensor:
     view = tensor.detach().as_strided((max(0, end - start),), (1,), start)
     try:
         return view.view(torch.uint8)
-    except RuntimeError:  # it is a conjugate that is not computed yet: its storage is viewed instead
+    except RuntimeError:  # a lazy conjugate: view its storage instead
         stored = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return stored.set_(tensor.untyped_storage(), start, view.shape, (1,)).view(torch.uint8)
 
@@ -367,13 +368,13 @@ def _content(tensor: Tensor) -> Bytes1D:
 
 
 def _sample(tensor: Tensor, memory: Bytes1D | None) -> tuple[bytes, bytes]:
-    """Some of the bytes of a tensor: what a call compares and, of `memory` of the host, a few others."""
+    """Some bytes of a tensor: those that each call compares and, on the host, a few others."""
     if memory is None:
         return xxh3_64_digest(_first_bytes(tensor, _PROBE)), b""
-    step = len(memory) // _SPREAD | 1  # an odd step meets every byte of the numbers
+    step = len(memory) // _SPREAD | 1  # an odd step reaches every byte of the numbers
     return bytes(_first(memory)), xxh3_64_digest(memory[:_PROBE]) + memory[::step].tobytes()
 
 
 def _first(memory: Bytes1D) -> Bytes1D:
-    """What every call compares of a tensor on the host."""
+    """The bytes of a host tensor that every call compares."""
     return memory if len(memory) <= _TINY else memory[:_HEAD]

@@ -1,4 +1,4 @@
-"""What makes outputs unsteady: layers that draw or mix the items of a batch, and numbers without a seed."""
+"""Finds unsteady outputs: layers that draw random numbers or mix items, and unseeded random numbers."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _GENERATORS: list[Any] = [random.Random, np.random.default_rng, np.random.Random
 _GENERATORS += [np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64]
 _NAMES = {value.__name__ for value in (*_FROM_SYSTEM, *_GENERATORS)} | {*secrets.__all__}
 _SYSTEM, _MAKERS = set(map(id, _FROM_SYSTEM)), set(map(id, _GENERATORS))
-_CONSTRUCTORS = ("__init__", "__new__", "__post_init__")  # these run before any call
+_CONSTRUCTORS = ("__init__", "__new__", "__post_init__")  # run before any call
 
 
 def unseeded_draws(
     functions: Iterable[types.FunctionType], root: Any, methods: Iterable[str] = ()
 ) -> list[str]:
-    """Where project code draws such numbers, for people, such as ``Net.forward names uuid.uuid4``.
+    """Where project code draws unseeded numbers, for people, such as ``Net.forward names uuid.uuid4``.
 
-    Left out are methods that only constructors call. `root` is what is called itself, or its `methods` are.
+    Skips methods that only constructors call. The call goes to `root` itself, or to its `methods`.
     """
     waiting = [function for function in functions if origin(function) == "project"]
     names = set(methods)
@@ -47,7 +47,7 @@ def unseeded_draws(
 
 
 def _may_run(function: types.FunctionType, names: set[str]) -> bool:
-    """Whether a call may run a function, if the code of the call takes these names."""
+    """Whether a call whose code uses these names may run a function."""
     name, outer = function.__name__, function.__qualname__.rpartition(".")[0]
     if name in _CONSTRUCTORS:
         return False
@@ -100,14 +100,14 @@ def _is_call_without_seed(steps: list[dis.Instruction]) -> bool:
 
 
 class UnsteadyLayer(NamedTuple):
-    """The class of a layer, and what makes its output for an item depend on the batch or the call."""
+    """The class of a layer, and why its output for an item depends on the batch or the call."""
 
     name: str
     does: Literal["drops out", "normalises", "scales"]
 
 
 def unsteady(module: nn.Module) -> UnsteadyLayer | None:
-    """What makes the output of a module unsteady now, without its submodules; None if nothing does."""
+    """Why a module's own output (without submodules) is unsteady now; None if it is not."""
     name = type(module).__name__
     if type(module).__module__.startswith("torch.") and ".quantized.dynamic" in type(module).__module__:
         return UnsteadyLayer(name, "scales")

@@ -1,8 +1,8 @@
-"""How code uses names: what it reads of each variable and attribute, and which it only writes.
+"""How code uses names: what it reads from each variable and attribute, and which it only writes.
 
-A counter, a list that is only appended to, or an attention map that is kept for a plot changes no output. Of
-a configuration, only those fields count that code takes. Attributes are told apart by their names alone,
-whatever object they are taken of, as an object may have any number of names itself.
+A counter, a list that is only appended to, or an attention map kept for a plot changes no output. Of a
+configuration, only fields that code reads count. Attributes are identified by name alone, whatever their
+object, as an object may be reached under many names.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from torchcache2.identity.sourcecode import code_objects, names_in, parse
 
-_ALL = ""  # in place of an attribute: all of the value is read
+_ALL = ""  # instead of an attribute: all of the value is read
 _FILLING = ("append", "appendleft", "clear", "extend", "extendleft", "insert", "update", "__setitem__")
-_ADDING = (*_FILLING, "add", "subtract")  # as statements, as those of tensors return something
-# What is read of an object by these is not told by names.
+_ADDING = (*_FILLING, "add", "subtract")  # as statements only: tensors' methods return results
+# These read objects in ways that names do not show.
 _DYNAMIC = frozenset(
     (
         *("getattr", "hasattr", "vars", "dir", "locals", "globals", "eval", "exec", "attrgetter"),
@@ -33,43 +33,42 @@ _DYNAMIC = frozenset(
 _PLAIN = (bool, int, float, complex, str, bytes)
 _MAPPINGS = (dict, Counter, OrderedDict, defaultdict)
 _CONTAINERS = (list, set, deque, *_MAPPINGS)
-# What is in these may run at another time than the code around them.
+# Code in these may run at another time than the code around them.
 _LATER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
 class Uses(NamedTuple):
-    """What a function does with names: ``name`` is a variable, ``.name`` an attribute of any object.
+    """How a function uses names: ``name`` is a variable, ``.name`` an attribute of any object.
 
-    A variable or attribute that is read after the function itself has assigned or cleared it does not count
-    as read.
+    A variable or attribute does not count as read if the function has assigned or cleared it before.
     """
 
-    # The attributes that are taken of it; with an empty name if it is used otherwise.
+    # The attributes read from it; an empty name if it is used in another way.
     reads: Mapping[str, Collection[str]]
     assigned: set[str]  # ``global name; name = …``, ``self.name = …``, ``self.name += 1``
     added: set[str]  # ``self.name += 1``, ``name.append(1)``; ``name[]`` of ``name[key] = …``; ``name.clear``
     is_dynamic: bool = False  # it reads attributes by computed names
-    passes_self: bool = False  # it uses its first argument otherwise than to take attributes of it
-    catches: bool = False  # it may go on after an exception, such as that of a key that is missing
-    refilled: Collection[str] = ()  # what it assigns or clears, and reads afterwards
-    collected: Collection[str] = ()  # what it writes as a hook, for whoever reads it later
-    others: Collection[str] = ()  # attributes that code of which no more is known may read
+    passes_self: bool = False  # it uses its first argument other than for attributes
+    catches: bool = False  # it may continue after an exception, such as a missing key
+    refilled: Collection[str] = ()  # names that it assigns or clears, then reads
+    collected: Collection[str] = ()  # names that it writes as a hook, to be read later
+    others: Collection[str] = ()  # attributes that unknown code may read
 
     def read_of(self, key: str) -> set[str]:
-        """The attributes that are taken of a variable or attribute; empty if it is not read."""
+        """The attributes read from a variable or attribute; empty if it is not read."""
         is_named = key.startswith(".") and key[1:] in self.others
         return {*self.reads.get(key, ()), *((_ALL,) if is_named else ())}
 
     def only_writes(self, key: str, value: Any) -> bool:
-        """Whether nothing depends on the value of a variable or attribute, which is `value` now."""
+        """Whether nothing depends on a variable or attribute, whose value is `value` now."""
         if self.is_dynamic or self.read_of(key) or (key in self.collected and key not in self.refilled):
             return False
         if f"{key}.clear" in self.added and type(value) not in (list, dict, set, OrderedDict):
-            return False  # some have more than their content, such as a default
+            return False  # others have more state, such as a default
         if f"{key}[]" in self.added and (type(value) not in _MAPPINGS or self.catches):
-            return False  # whether an element can be written depends on the content
-        # To add to a value of another type may run code of the user's.
+            return False  # whether writing succeeds depends on the content
+        # Adding to other types may run the user's code.
         is_passive = is_plain(value) or type(value) in _CONTAINERS or isinstance(value, Tensor)
         return is_passive if key in self.added else key in self.assigned
 
@@ -102,7 +101,7 @@ def has_fields(value: Any, names: set[str]) -> bool:
 
 
 def unmangled(name: str) -> str:
-    """A private name as it stands in the code of its class."""
+    """A private name as its class's code spells it."""
     is_mangled = "__" in name and name.startswith("_") and not name.startswith("__") and "__" in name[1:]
     return "__" + name[1:].partition("__")[2] if is_mangled else name
 
@@ -125,7 +124,7 @@ def _texts(constant: object) -> Iterator[str]:
 
 
 def uses_of(code: types.CodeType, source: str) -> Uses:
-    """The uses in a function, and in all code that is nested in it; `source` is without indentation."""
+    """The uses in a function and its nested code; `source` is without indentation."""
     try:
         body = parse(source).body
     except SyntaxError:
@@ -140,7 +139,7 @@ def uses_of(code: types.CodeType, source: str) -> Uses:
 
 
 class _Scan:
-    """Follows the statements of a function, and notes names that may be read before they are assigned."""
+    """Follows a function's statements, and notes names that may be read before they are assigned."""
 
     def __init__(self, function: Any) -> None:
         self._reads: dict[str, set[str]] = {}
@@ -148,7 +147,7 @@ class _Scan:
         self._added: set[str] = set()
         self._refilled: set[str] = set()
         nodes = list(ast.walk(function))
-        # The class of such a pattern says which attributes it reads.
+        # The pattern's class decides which attributes it reads.
         self._is_dynamic = any(isinstance(node, ast.MatchClass) for node in nodes)
         self._outer = {n for one in nodes if isinstance(one, (ast.Global, ast.Nonlocal)) for n in one.names}
         self._catches = any(map(_catches, nodes))
@@ -171,9 +170,9 @@ class _Scan:
                 self._visit(node, assigned)
 
     def _visit(self, node: Any, assigned: set[str], taken: str | None = _ALL) -> None:
-        """Note what code does with names, of which `assigned` have been assigned or cleared before.
+        """Note how code uses names; those in `assigned` have been assigned or cleared before.
 
-        `taken` is the attribute that is taken of this expression, None if something is added to it.
+        `taken` is the attribute read from this expression; None if something is added to it.
         """
         if isinstance(node, (ast.Name, ast.Attribute)):
             self._name(node, assigned, taken)
@@ -198,11 +197,11 @@ class _Scan:
             self._is_dynamic |= node.name.rpartition(".")[2] in _DYNAMIC
         before = set[str]() if isinstance(node, _LATER) else assigned
         for _, field in ast.iter_fields(node):
-            if isinstance(field, list):  # a block may not run, or end early
+            if isinstance(field, list):  # a block may not run, or may end early
                 self._visit_all(field, set(before))
             else:
                 self._visit_all([field], before)
-        if isinstance(node, ast.Assign):  # other statements and expressions may not come to it
+        if isinstance(node, ast.Assign):  # other statements may not reach their assignments
             assigned |= {
                 own for target in node.targets for inner in ast.walk(target) if (own := self._stored(inner))
             }
@@ -244,7 +243,7 @@ class _Scan:
         return True
 
     def _addition(self, node: Any, assigned: set[str]) -> bool:
-        """Visit what does nothing but add to a value, such as the statement ``self.seen.append(x)``."""
+        """Visit code that only adds to a value, such as the statement ``self.seen.append(x)``."""
         is_statement = isinstance(node, ast.Expr)
         call = node.value if is_statement else node.body
         called = call.func if isinstance(call, ast.Call) else None
@@ -285,24 +284,24 @@ def _key(node: Any) -> str:
 
 
 def _catches(node: ast.AST) -> bool:
-    """Whether what comes after a statement may run after an exception in it."""
+    """Whether code after a statement may run after an exception in it."""
     if isinstance(node, ast.With):
         return not all(ast.unparse(item.context_expr).startswith("torch.") for item in node.items)
     return bool(getattr(node, "handlers", ()))
 
 
 class UseTable:
-    """The uses in all code of a walk, as far as the forward may reach it.
+    """The uses in all code of a walk that the forward may reach.
 
-    A method of a module is not reached as long as no code that is reached names it: it may read what the
-    forward only writes.
+    A module's method counts as reached only if reached code names it: others may read what the forward only
+    writes.
     """
 
     def __init__(self) -> None:
-        self.others: set[str] = set()  # names in code of installed packages, which may read attributes
-        self.is_dynamic = False  # whether there is code that nothing is known about
-        self.computes_names = False  # whether there is a builtin that takes attributes by names that it gets
-        self.root: type | None = None  # a class of which any method may be called from outside
+        self.others: set[str] = set()  # names in code of installed packages: attributes they may read
+        self.is_dynamic = False  # whether some code is unknown
+        self.computes_names = False  # whether a builtin reads attributes by given names
+        self.root: type | None = None  # a class whose methods may all be called from outside
         self._codes: list[tuple[Uses, str | None, type | None]] = []
         self._total: tuple[tuple[int, int, bool], Uses, set[type]] | None = None
 
@@ -311,13 +310,13 @@ class UseTable:
         self._codes.append((uses, name, owner))
 
     def meet(self, value: Any) -> None:
-        """Note a class or function that code may call by any name, and that may read attributes."""
+        """Note a class or function that code may call under any name, and that may read attributes."""
         if getattr(value, "__name__", "") in _DYNAMIC:
             self.is_dynamic = True
             self.computes_names |= not isinstance(value, types.FunctionType)
 
     def of(self, kind: type) -> Uses:
-        """All uses of attributes, for objects of a class."""
+        """All uses of attributes, for instances of a class."""
         state = len(self._codes), len(self.others), self.is_dynamic
         if self._total is None or self._total[0] != state:
             self._total = state, *self._add_up()
@@ -325,7 +324,7 @@ class UseTable:
         return total._replace(is_dynamic=True) if passing.intersection(kind.__mro__) else total
 
     def _add_up(self) -> tuple[Uses, set[type]]:
-        """The uses in code that is reached, and the classes of which a method passes on the object itself."""
+        """The uses in reached code, and the classes with a method that passes on its object."""
         reads: dict[str, set[str]] = {}
         refilled, collected = set[str](), set[str]()
         total = Uses(reads, set(), set(), self.is_dynamic, False, False, refilled, collected, self.others)
@@ -354,7 +353,7 @@ class UseTable:
         """Whether the forward may call a function, or a method of a class."""
         if name is None or owner is None or not issubclass(owner, nn.Module):
             return True
-        if name == "__init__":  # what it has made of a module is read, so only another that it makes matters
+        if name == "__init__":  # its results are read, so it matters only if code makes another module
             makers = (owner.__name__, f".{owner.__name__}", "type", ".__class__")
             return any(map(total.read_of, makers))
         if self.root is not None and issubclass(self.root, owner):

@@ -1,9 +1,9 @@
-"""`Walk`: everything that the output of a forward depends on, written down as named parts.
+"""`Walk`: writes everything that the output of a forward depends on as named parts.
 
 Code counts by its source, attributes by their values. Hooks, closures, and the globals that code names count
-too. What an object is written down by stands in one table of types; those that are not in it count by
-their class and their state. Tensors are listed but not read, so that a walk is cheap: `NamespaceKeeper`
-reads them later. Attributes of modules are read last, when it is known what code reads of them.
+too. One table of types says how objects are written; other types count by class and state. Tensors are listed
+but not read, so that a walk is cheap: `NamespaceKeeper` reads them later. Attributes of modules are read
+last, when all code that uses them is known.
 """
 
 from __future__ import annotations
@@ -69,51 +69,51 @@ _INTERNAL = {*vars(nn.Module()), marks.LAZY_ATTRIBUTE, private.REPLICATE}
 _PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_affine_float_qparams)
 _SMALL = 1 << 16
 _MOST_NOTES = 500
-_MOST_TOLD = 256  # elements of what an object in C tells of itself, or bytes of an array in there
+_MOST_TOLD = 256  # elements of a C object's reported values, or bytes of an array among them
 _HOOK_FLAGS = ("with_kwargs", "always_called")
-_WATCHED = (  # what `Guard` and `NamespaceKeeper` take of a walk, lists of which one may follow another
+_WATCHED = (  # what `Guard` and `NamespaceKeeper` use of a walk: lists that can be joined
     *("modules", "scopes", "cells", "reads", "dicts", "written", "written_scopes", "written_cells"),
     *("generators", "lazies"),
 )
 _LOGGER_FIELDS = frozenset(vars(logging.Logger(""))) | {"manager"}
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-_MOST_TEXT = 4096  # characters, or bytes, in there
-_PICKLED = ("pandas.", "PIL.")  # objects of these packages hold memos beside what they pickle
-_HEAP_TYPE = 1 << 9  # `Py_TPFLAGS_HEAPTYPE`: every class that Python code makes has it
+_MOST_TEXT = 4096  # characters, or bytes, of a reported value
+_PICKLED = ("pandas.", "PIL.")  # objects of these packages also hold caches that they do not pickle
+_HEAP_TYPE = 1 << 9  # `Py_TPFLAGS_HEAPTYPE`: set for every class made by Python code
 _OF_C = (types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType)
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}")
 
 
 class Lazy(Protocol):
-    """What a walk asks of a module that need not be loaded; see `torchcache2.LazyModule`."""
+    """A lazily loaded module, as a walk uses it; see `torchcache2.LazyModule`."""
 
     loader: Callable[[], nn.Module]
     module: nn.Module | None  # None: it is not loaded
     tokens: dict[int, tuple[object, bytes]]  # see `CodeWalk`
-    watchers: MutableSet[Any]  # the keepers that have walked it: they refer to what is loaded
+    watchers: MutableSet[Any]  # the keepers that have walked it: they refer to the loaded module
 
     def places(self) -> dict[str, int]:
         """The files that the loader reads: the number of each by its absolute path."""
 
     def content(self, settings: CacheSettings | None) -> bytes:
-        """A digest of what is in these files; if the module is loaded, of those that it was loaded from."""
+        """A digest of these files' content; for a loaded module, of the files it was loaded from."""
 
     def device(self) -> torch.device:
-        """Where its weights are, or will be."""
+        """The device of its weights, now or once loaded."""
 
     def expected(self, loader: bytes, content: bytes, settings: CacheSettings) -> bytes:
-        """The namespace that a module loaded by this loader from this content had at first."""
+        """The namespace that a module had right after this loader loaded this content."""
 
 
 class Loaded(NamedTuple):
-    """A module that was loaded, as a walk has found it."""
+    """A loaded lazy module, as found by a walk."""
 
     path: str
     lazy: Lazy
     loader: bytes  # digests of the loader, and of the content of its files
     content: bytes
     parts: dict[str, bytes]
-    names: dict[str, str]  # what a tensor is called in the walk around it → in the module
+    names: dict[str, str]  # a tensor's name in the outer walk → in the module
 
 
 class _Field(NamedTuple):
@@ -123,23 +123,23 @@ class _Field(NamedTuple):
     name: str
     path: str
     value: Any
-    names: list[str]  # attributes of the module that are watched
-    skipped: set[str]  # those that are not
-    read: set[str]  # paths of what was written down of it
+    names: list[str]  # watched attributes of the module
+    skipped: set[str]  # attributes not watched
+    read: set[str]  # paths of its parts written so far
 
 
 class Walk(CodeWalk):
     """Everything that a module or function computes with, as named parts.
 
-    A walk inside of another one gets the `labels` of what that has met, by id. `shards` says what happens to
-    sharded modules. With `reads_all`, nothing is left out for the reason that no code reads it. `methods` are
-    those of an object that are called: if there are others than forward, or it is no module, all of them
-    count. The `settings` say where digests of files are remembered. A path in `places` counts as its number.
-    The `memos` are those of an earlier walk, by id; without it, dicts count whatever they are for.
+    A nested walk gets the outer walk's `labels`, by id. `shards` decides about sharded modules. With
+    `reads_all`, even attributes that no code reads count. `methods` are the called methods of an object: if
+    they are not just forward, or the object is no module, all of its methods count. The `settings` name the
+    folder with remembered digests of files. A path in `places` counts as its number. `memos` are those of the
+    last walk, by id; None: memos count like other dicts.
     """
 
     most_objects = most_before_bulk = 100_000
-    held_in_bulk: tuple[type, ...] = (tuple,)  # containers in bulk are not watched, so they must not change
+    held_in_bulk: tuple[type, ...] = (tuple,)  # immutable, as bulk containers are not watched
 
     def __init__(
         self,
@@ -157,21 +157,21 @@ class Walk(CodeWalk):
     ) -> None:
         super().__init__(tokens, texts, ignore)
         self.generators: list[Any] = []  # random generators, whose state is not part of the namespace
-        self.opaque: list[str] = []  # where something was met whose changes leave no sign
-        # Containers by id: their content when the walk read it, and where they were.
+        self.opaque: list[str] = []  # paths of objects whose changes leave no sign
+        # Containers by id: their content when the walk read it, and their path.
         self.containers: dict[int, tuple[Any, tuple[Any, ...], str]] = {}
         self.tensors: dict[str, Tensor] = {}  # by path; their content becomes part of the namespace later
-        # Every module that was met, the attributes of it that were read, and those that were left out. A root
-        # that is a plain object is among them.
+        # Every module found, its attributes that were read, and those that were left out. Includes a root
+        # that is a plain object.
         self.modules: list[tuple[Any, list[str], set[str]]] = []
-        self.memos: dict[int, Memo] = {}  # dicts that no output depends on, by id; their part comes later
+        self.memos: dict[int, Memo] = {}  # dicts that no output depends on, by id
         self.lazies: list[Lazy] = []  # modules that need not be loaded
         self.loaded: list[Loaded] = []  # those that are
-        self.names_grad = False  # whether code may turn grad mode on by itself
+        self.names_grad = False  # whether code may turn grad mode on
         self.shards = shards if shards is not None else Shards()
         self.uses.is_dynamic = reads_all
         self.uses.root = type(root) if set(methods) - {"forward"} else None
-        self._plain_root = root if methods and _has_fields_alone(root) else None  # it is read as a module is
+        self._plain_root = root if methods and _has_fields_alone(root) else None  # read like a module
         self._settings, self._places = settings, places or {}
         self._known_memos = memos
         self._is_inner = labels is not None
@@ -188,11 +188,12 @@ class Walk(CodeWalk):
         for hooks in private.GLOBAL_HOOKS:
             for number, hook in enumerate(hooks.values()):
                 self.parts[f"hook (global) {number}"] = self.encode(hook, f"global hook {number}")
-        # To write down what code reads may meet more code, which reads more.
+        # Each round may find more code, which reads more.
         while self.write_all() or self._read_fields() or self._distrust() or self._refuse_memos():
             pass
         self._close_fields()
         self._close_memos()
+        self.write_order()
         self.watch_all()
         self.names_grad |= any("enable_grad" in name or "grad_enabled" in name for name in self.parts)
 
@@ -211,7 +212,7 @@ class Walk(CodeWalk):
             if self._objects == self.most_objects + 1:
                 self.unread.append(f"{path} (more than {self.most_objects} objects)")
             return self._too_much
-        if issubclass(type(value), MUTABLE):  # the type is asked, as an object may claim another `__class__`
+        if issubclass(type(value), MUTABLE):  # by type, as an object may claim another `__class__`
             self.containers.setdefault(id(value), (value, content(value), path))
         elif type(value) is types.MappingProxyType:
             self._tell(dict, value)
@@ -220,7 +221,7 @@ class Walk(CodeWalk):
             return super().encode(value, path)
         except RecursionError:
             return self.unreadable(value, f"{path} (too deep)")
-        except AttributeError:  # it hides what every object has, such as its class
+        except AttributeError:  # it hides basic attributes, such as `__class__`
             return self.unreadable(value, path)
 
     def kind(self, kind: type, path: str) -> bytes:
@@ -228,12 +229,12 @@ class Walk(CodeWalk):
         return self.klass(kind, path)
 
     def _tell(self, tell: Callable[[Any], Any], value: Any) -> None:
-        """Have what an object tells of itself watched, if it is short, and no new object each time."""
+        """Watch the values that an object reports, if they are short, and not new objects each time."""
         told = _Told(tell, value)
         self.reads += [(told, value)] if told.is_short else []
 
     def contents(self, value: Any, path: str) -> bytes:
-        """Read a set in an order that does not depend on the process, as labels are given in this order."""
+        """Read a set in an order independent of the process, as the order determines labels."""
         if (data := self._bulk.read(value, self._objects)) is not None:
             return data
         if isinstance(value, (set, frozenset)):
@@ -246,7 +247,7 @@ class Walk(CodeWalk):
         return super().contents(value, path)
 
     def _rank(self, element: Any) -> bytes:
-        """Bytes to sort by: an element's label, its content, or what a separate walk of it writes."""
+        """Bytes to sort by: an element's label, its content, or the digest of a separate walk."""
         if id(element) in self._labels:
             return self._labels[id(element)]
         try:
@@ -260,7 +261,7 @@ class Walk(CodeWalk):
         return digest([Fingerprint.of_parts(walk.parts).namespace, *map(tensor_digest, small)])
 
     def compound(self, value: Any, kind: type, path: str) -> bytes:
-        """Walk a subclass of a container or a dataclass, with the attributes that it has besides."""
+        """Walk a subclass of a container or a dataclass, with its further attributes."""
         if value is self._plain_root:
             return self.module(value, path)
         if not hasattr(kind, "__dataclass_fields__") and not isinstance(value, CONTAINERS):
@@ -275,10 +276,11 @@ class Walk(CodeWalk):
         return fields
 
     def besides(self, value: Any, path: str) -> bytes:
-        """The bytes of further attributes, those in slots included; they are watched from then on."""
+        """The bytes of further attributes, including slots, which are then watched."""
         fields = getattr(type(value), "__dataclass_fields__", ())
         state = self.without_ignored(besides_value(value), f"{path}.")
         self.watch(value, state)
+        self.in_order(type(value), state)
         state = {name: item for name, item in state.items() if name not in fields}
         state = self.without_skipped(type(value), state, path)
         if isinstance(value, defaultdict):
@@ -289,11 +291,11 @@ class Walk(CodeWalk):
         """Walk code and objects, by the table of types."""
         kind = type(value)
         if hasattr(kind, marks.ADDED_ATTRIBUTE):
-            if not marks.is_ours(value):  # somebody's subclass of `Cache` may compute something
+            if not marks.is_ours(value):  # a user's subclass of `Cache` may compute something
                 return self.klass(kind, path) + self.unreadable(value, path)
             if marks.is_method(value):
                 return b"z" + self.encode(value.plain(), path)  # with the object whose method it is
-            # A wrapper may refer to a cached forward: it counts as the forward that it caches.
+            # A wrapper may refer to a cached forward: it counts as that forward.
             return b"z" + self.encode(getattr(value, marks.ORIGINAL_ATTRIBUTE, None), path)
         if (parts := _parts_of_type(value)) is not None:
             return b"t" + self.encode(parts, path)
@@ -309,7 +311,7 @@ class Walk(CodeWalk):
         return text_bytes(" ".join(names)) + self.items(pairs)
 
     def watch(self, value: Any, state: Mapping[str, Any]) -> None:
-        """Have it noticed when an attribute of an object changes."""
+        """Watch the attributes of an object for changes."""
         scope = getattr(value, "__dict__", None)
         if type(scope) is dict:
             self.dicts.append(scope)
@@ -319,11 +321,11 @@ class Walk(CodeWalk):
         self.scopes += [(scope, name, item) for name, item in state.items() if name in scope]
         slots = [name for name in state if name not in scope and hasattr(value, name)]
         if slots:
-            # There are two names at least, so that `attrgetter` always returns a tuple.
+            # At least two names, so that `attrgetter` returns a tuple.
             self.reads.append((attrgetter("__class__", *slots), value))
 
     def texts(self) -> dict[str, str]:
-        """For people, the plain values inside of objects, so that it can be told which one has changed."""
+        """Texts of plain values inside objects, to tell people which one has changed."""
         texts = {path: readable(Encoder().encode(value, path)) for path, value in self._notes.items()}
         return {f"{INNER}{path}": text for path, text in texts.items() if text is not None}
 
@@ -332,7 +334,7 @@ class Walk(CodeWalk):
             return  # several modules may share a configuration
         self._noted |= {id(owner), id(getattr(owner, "__dict__", None))}
         where = "{}[{!r}]" if isinstance(owner, dict) else "{}.{}"
-        items = dict(state).items()  # of a copy, as another thread may change it meanwhile
+        items = dict(state).items()  # a copy, as another thread may change it
         plain = {name: value for name, value in items if isinstance(name, str) and is_plain(value)}
         self._notes |= {where.format(path, name): value for name, value in plain.items()}
 
@@ -346,12 +348,12 @@ class Walk(CodeWalk):
         is_pickled = qualified_name(kind).startswith(_PICKLED)
         state = {} if is_pickled else self.without_ignored(attributes(value), f"{path}.")
         if hasattr(kind, "__enter__") and self.origins.of(kind) == "torch":
-            # Such an attribute is the state that a context manager goes back to, and changes with each use.
+            # A context manager's saved state, which changes with each use.
             state = {name: item for name, item in state.items() if not name.startswith("prev")}
         if not is_pickled:
             self.watch(value, state)
         if hasattr(kind, "set_truncation_and_padding") and hasattr(state.get("_tokenizer"), "to_str"):
-            # Each call of such a tokenizer sets the first two members of its JSON anew, so they do not count.
+            # Each call of such a tokenizer changes the first two members of its JSON, so they do not count.
             self.reads.append((_parts_of_tokenizer, state["_tokenizer"]))
             text = state["_tokenizer"].to_str()  # "truncation", "padding", "added_tokens", …
             state["_tokenizer"] = text[max(0, text.find('"added_tokens"')) :]
@@ -366,12 +368,13 @@ class Walk(CodeWalk):
             self.memos.setdefault(id(one.value), one)
             del state[attribute]
         self._note(value, state, path)
+        self.in_order(kind, state)
         head = self.klass(kind, path) + self.state(state, path)
         head += self.encode(cached, path) if cached else b""
         if is_plain_state:
             return b"o" + head + b"".join(text_bytes(f"memo {attribute}") for attribute in memos)
         if hasattr(kind, "__next__"):
-            return self.unreadable(value, path)  # an iterator's position changes as it is used
+            return self.unreadable(value, path)  # an iterator's position changes with use
         try:
             reduced = value.__reduce_ex__(4)
         except Exception:
@@ -380,7 +383,7 @@ class Walk(CodeWalk):
             return b"R" + head + text_bytes(reduced)
         if isinstance(reduced, tuple):
             tell = _pickled if is_pickled else _in_c
-            if not qualified_name(kind).startswith(("tokenizers.", "functools.")):  # watched in other ways
+            if not qualified_name(kind).startswith(("tokenizers.", "functools.")):  # watched elsewhere
                 self.opaque.append(path)
                 self._tell(tell, value)
             return b"R" + head + self.encode(tell(value), path)
@@ -392,13 +395,13 @@ class Walk(CodeWalk):
     # Tensors.
 
     def tensor(self, value: Tensor, path: str) -> bytes:
-        """List a tensor, to be read later."""
+        """List a tensor, to read it later."""
         if hasattr(value, "__tensor_flatten__"):
             names, context = value.__tensor_flatten__()
             inner = [(getattr(value, name), f"{path}.{name}") for name in names]
             return b"s" + self.items([(type(value), path), (context, path), *inner])
         if not is_lazy(value) and (value.layout != torch.strided or value.is_quantized or value.is_nested):
-            self.reads.append((_version, value))  # some of its parts are copies
+            self.reads.append((_version, value))  # some parts are copies
             if parts := _parts_of_tensor(value):
                 return b"S" + self.encode([str(value.layout), tuple(value.shape), *parts], path)
             return self.unreadable(value, path)
@@ -422,7 +425,7 @@ class Walk(CodeWalk):
     # Modules.
 
     def module(self, module: Any, path: str) -> bytes:
-        """Write down a module, or a root that is read like one; the label of its part."""
+        """Write a module, or a root read like one; returns the label of its part."""
         if id(module) in self._labels:
             return self._labels[id(module)]
         label = self.label(module, f"module {path}")
@@ -453,7 +456,7 @@ class Walk(CodeWalk):
             if name not in _INTERNAL and not name.startswith(_NOISE)
         }
         watched = self.without_ignored(fields, where)
-        # What stands in the place of the root's own methods refers to the cache, which would refer to itself.
+        # Replacements of the root's own methods refer to the cache: a cycle.
         names = [name for name in watched if path or fields[name] is own[name]]
         if path and "cache_instance" in own:
             ours = ["cache_instance", *[name for name, one in own.items() if marks.is_method(one)]]
@@ -468,7 +471,7 @@ class Walk(CodeWalk):
             self.parts[f"cached {path}"] = self.encode(options, path)
         self.parts[f"training {path}".rstrip()] = self.encode(getattr(module, "training", False), path)
         self.parts[label] = head + Encoder().encode(list(children), path)
-        if not path:  # hooks of the root run outside of the forward: what they collect does not matter
+        if not path:  # hooks of the root run outside of the forward, so what they collect is irrelevant
             containers = dict(self.containers)
             self._hooks(module, where)
             self.containers = containers
@@ -483,13 +486,13 @@ class Walk(CodeWalk):
         self.in_hook = before
 
     def _made_by_tools(self, module: nn.Module, path: str) -> dict[str, Any]:
-        """The attributes of a module without those that stand for its code, which this writes down."""
+        """Write a module's generated code; returns its attributes except those that represent the code."""
         fields = vars(module)
         # Generated code may read any attribute.
         self.uses.is_dynamic |= isinstance(module, (torch.fx.GraphModule, torch.jit.ScriptModule))
         if isinstance(module, torch.fx.GraphModule):
-            _ = module.code  # a lazy graph makes the code of its class when it is first read
-            # The class may have the code of an earlier graph; an interpreter runs the graph as it is now.
+            _ = module.code  # a lazy graph generates its class's code at the first read
+            # The class may have an earlier graph's code, while an interpreter runs the current graph.
             self.parts[f"graph {path}".rstrip()] = self.encode(module.graph, path)
         if not isinstance(module, torch.jit.ScriptModule) or private.SCRIPT not in fields:
             return fields
@@ -508,7 +511,7 @@ class Walk(CodeWalk):
         return {name: value for name, value in fields.items() if name not in own}
 
     def _read_fields(self) -> bool:
-        """Write down what code reads of attributes of modules; whether that is more than before."""
+        """Write what code reads from modules' attributes; returns whether there was more than before."""
         is_more = False
         for field in self._attributes:  # which may grow
             key, uses = f".{unmangled(field.name)}", self.uses.of(field.kind)
@@ -533,7 +536,7 @@ class Walk(CodeWalk):
                         field.names.remove(field.name)
 
     def _distrust(self) -> bool:
-        """Write down containers that code only adds to, if something may tell their content anyway."""
+        """Write containers that code only adds to, if their content may matter anyway."""
         catches = self.uses.of(object).catches
         doubted = [one for one in self.written if self.unread or (catches and isinstance(one[1], dict))]
         due = [one for one in doubted if id(one[1]) not in self.containers]
@@ -542,7 +545,7 @@ class Walk(CodeWalk):
         return bool(due)
 
     def _refuse_memos(self) -> bool:
-        """Write down the dicts that other code than their own may use; whether there are such."""
+        """Write memos that other code may use; returns whether there were any."""
         if not self.memos:
             return False
         is_dynamic, functions = self.uses.of(object).is_dynamic, self.followed()
@@ -557,23 +560,23 @@ class Walk(CodeWalk):
         return bool(refused)
 
     def _close_memos(self) -> None:
-        """Go on with the memos that are as they were."""
+        """Keep the known memos that are unchanged."""
         for key, one in self.memos.items():
             known = (self._known_memos or {}).get(key)
             if known is not None and known.value is one.value and known.path == one.path and known.same():
                 self.memos[key] = known
 
     def _lazy(self, lazy: Lazy, path: str) -> None:
-        """Write down how a module is loaded. If it is, it is watched as any other.
+        """Write how a lazy module is loaded. If it is loaded, watch it like any other.
 
-        The module itself counts only if it differs from the one that the loader makes. So it has a walk of
-        its own, in which it is no root, as its hooks run inside of the forward.
+        The module itself counts only if it differs from the loader's result. So it has a separate walk, but
+        not as a root, as its hooks run inside the forward.
         """
         where = f"{path}." if path else ""
         self.lazies.append(lazy)
         self.reads.append((_module_of, lazy))
         settings = self._settings
-        # The path of a file that it reads counts as that file's number: its content counts.
+        # A file's path counts as a number, since its content counts.
         loader = Walk(lazy.loader, self._tokens, self._texts, settings=settings, places=lazy.places())
         self.parts |= {f"loader {where}{name}": data for name, data in loader.parts.items()}
         self.unread += loader.unread
@@ -587,7 +590,7 @@ class Walk(CodeWalk):
             self.loaded.append(Loaded(path, lazy, code, content, inner.parts, names))
 
     def _take_over(self, inner: Walk, path: str) -> dict[str, str]:
-        """Have what another walk has met watched; the names of its tensors there, by those that they get."""
+        """Watch what another walk has found; returns its tensors' names there, by their names here."""
         mine = {
             name: self._list(tensor, f"{path}.{name.removeprefix('[0]').removeprefix('.')}".strip("."))
             for name, tensor in inner.tensors.items()
@@ -602,16 +605,16 @@ class Walk(CodeWalk):
         return {theirs: name for name, theirs in mine.items()}
 
 
-# What an object of a type is written down by. Each function has the walk, the value, and its path.
+# How to write objects of special types. Each function gets the walk, the value, and its path.
 
 
 def _fields_of(tag: bytes, *names: str) -> Callable[[Walk, Any, str], bytes]:
-    """By these attributes."""
+    """Write an object by these attributes."""
     return lambda walk, value, path: tag + walk.items([(getattr(value, name), path) for name in names])
 
 
 def _class_alone(walk: Walk, value: Any, path: str) -> bytes:
-    """Of an object whose state does not count."""
+    """For an object whose state does not count."""
     return b"z" + text_bytes(qualified_name(type(value)))
 
 
@@ -649,8 +652,8 @@ def _logger(walk: Walk, value: logging.Logger, path: str) -> bytes:
 
 
 def _fleeting(walk: Walk, value: Any, path: str) -> bytes:
-    """Of what differs from thread to thread, or depends on which other objects are alive."""
-    if walk.is_foreign:  # it is, for example, the cache of functools.singledispatch
+    """For values that differ between threads, or depend on other objects being alive."""
+    if walk.is_foreign:  # such as the cache of functools.singledispatch
         return _class_alone(walk, value, path)
     is_local = isinstance(value, threading.local)
     walk.reads.append((_of_this_thread if is_local else _is_empty, value))
@@ -711,7 +714,7 @@ _TABLE: dict[type, Callable[[Walk, Any, str], bytes]] = {
 
 
 def _parts_of_tensor(value: Tensor) -> list[Any]:
-    """The dense tensors and numbers that a tensor is made of which is not dense; empty if not known."""
+    """The dense tensors and numbers that make up a tensor that is not dense; empty if unknown."""
     if value.layout == torch.sparse_coo and value.is_coalesced():
         return [value.detach().indices(), value.detach().values()]
     if value.layout == torch.sparse_csr:
@@ -724,8 +727,8 @@ def _parts_of_tensor(value: Tensor) -> list[Any]:
     return []
 
 
-# Types as they stand in annotations, such as ``int | None`` and type variables, are objects whose classes
-# differ between versions of Python.
+# Types in annotations, such as ``int | None`` and type variables, are objects whose classes differ between
+# versions of Python.
 _FORMS = (type(typing.ClassVar), type(typing.List))  # noqa: UP006  such as Final, or List by itself
 _PARAMS = ("ParamSpec", "ParamSpecArgs", "ParamSpecKwargs")
 _NAMED_TYPES = tuple(
@@ -740,7 +743,7 @@ _TYPE_FIELDS = (
 
 
 def _parts_of_type(value: Any) -> list[Any] | None:
-    """The parts of such a type, which are the same in every process; None for any other value."""
+    """The parts of such a type, equal in every process; None for any other value."""
     if value is typing.Any:  # a class in some versions of Python
         return ["Any"]
     if isinstance(value, _NAMED_TYPES):
@@ -751,7 +754,7 @@ def _parts_of_type(value: Any) -> list[Any] | None:
     return ["Union" if origin in (typing.Union, types.UnionType) else origin, list(typing.get_args(value))]
 
 
-# What is read at every call, as a tuple of objects that stay the same as long as nothing changes.
+# Functions for `reads`: tuples of objects that stay identical as long as nothing changes.
 
 
 def _class_of(value: Any) -> tuple[Any, ...]:
@@ -773,23 +776,23 @@ def _of_this_thread(value: threading.local) -> tuple[Any, ...]:
 def _of_this_context(value: contextvars.ContextVar[Any]) -> tuple[Any, ...]:
     try:
         return (value.get(),)
-    except LookupError:  # it has no value here
+    except LookupError:  # no value in this context
         return ()
 
 
 def _pickled(value: Any) -> list[Any]:
-    """What an object tells `pickle` of itself."""
+    """The parts of an object's pickle."""
     return [list(part) if hasattr(part, "__next__") else part for part in value.__reduce_ex__(4)]
 
 
 def _in_c(value: Any) -> list[Any]:
-    """What an object tells `pickle` of itself beside its attributes, which are read as such."""
+    """The parts of an object's pickle except its attributes, which are read directly."""
     fields = getattr(value, "__dict__", None)
     return [None if part is fields else part for part in _pickled(value)]
 
 
 class _Told:
-    """Reads what an object tells of itself. The objects in there are watched by themselves."""
+    """Reads the plain values that an object reports; its inner objects are watched separately."""
 
     def __init__(self, tell: Callable[[Any], Any], value: Any) -> None:
         self._tell = tell
@@ -802,9 +805,9 @@ class _Told:
 
 
 def _flat(value: Any) -> list[Any]:
-    """The elements of plain containers and small arrays, one after another, as far as they are few.
+    """The elements of plain containers and small arrays, in order, up to a limit.
 
-    For a long text there is an object that is like no other, so that nobody reads the text at every call.
+    A long text becomes a unique object, so that not every call reads the text.
     """
     found, waiting = list[Any](), [value]
     while waiting and len(found) <= _MOST_TOLD:
@@ -825,9 +828,9 @@ def _version(tensor: Tensor) -> tuple[str]:
 
 
 def _parts_of_tokenizer(value: Any) -> tuple[str]:
-    """What shows most changes of a tokenizer, in some 4 µs."""
+    """Values that reveal most changes of a tokenizer, in some 4 µs."""
     parts = (value.normalizer, value.pre_tokenizer, value.post_processor, value.decoder)
-    # In old versions a text is that of an object, and then names its address.
+    # In old versions the text is the default repr, with an address.
     shown = [text if " at 0x" not in (text := repr(part)) else type(part) for part in parts]
     model = value.model
     return (sys.intern(f"{value.get_vocab_size()} {shown} {type(model)} {getattr(model, 'dropout', None)}"),)
@@ -838,7 +841,7 @@ def _tokenizer(value: Any) -> tuple[str, str]:
 
 
 def has_plain_state(value: Any) -> bool:
-    """Whether an object keeps all of its state in attributes, as Python code has made all of its classes."""
+    """Whether an object keeps all of its state in attributes, as all of its classes are made in Python."""
     return not any(map(_is_made_in_c, type(value).__mro__[:-1]))
 
 
@@ -853,7 +856,7 @@ def _is_made_in_c(kind: type) -> bool:
 
 
 def _has_fields_alone(value: Any) -> bool:
-    """Whether an object, no module, has all of its state in its ``__dict__``."""
+    """Whether an object, other than a module, has all of its state in its ``__dict__``."""
     odd = (nn.Module, types.FunctionType, *CONTAINERS)
     if isinstance(value, odd) or type(getattr(value, "__dict__", None)) is not dict:
         return False

@@ -1,8 +1,8 @@
-"""`DeviceDigests`: XXH3-128 of what is on an accelerator, computed there.
+"""`DeviceDigests`: XXH3-128 of tensors on an accelerator, computed there.
 
-The digests are those of `xxhash`, bit for bit. That is not taken for granted: before a kernel is used for the
-first time on a device, it computes digests of rows that are known, and these are compared. A device whose
-kernels cannot be compiled, fail, or differ is left alone from then on, and all is hashed on the host.
+The digests equal those of `xxhash`, bit for bit. To be sure, each kernel must first reproduce known digests
+on each device. If it does not compile, fails, or differs, everything on this device is hashed on the host
+from then on.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torchcache2.core.memory import CUDA, Runtime, as_words, item_bytes
 _SHORTEST = 241  # bytes; shorter inputs have other formulas
 _BLOCK = 1024
 _AHEAD = 16  # blocks whose sums are read at once
-_KNOWN = (250, 1030, 5150, 18_440)  # about the sizes of the rows that are known
+_KNOWN = (250, 1030, 5150, 18_440)  # approximate sizes of the rows with known digests
 
-# The default secret of the xxHash specification, of which each stripe of a block takes 64 bytes at another
-# place, and the accumulators at the start.
+# The default secret of the xxHash specification. Each stripe of a block uses 64 bytes of it from another
+# offset.
 _SECRET = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
     "b8084674f743248ee03590e6813a264c3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
@@ -48,8 +48,8 @@ _START = (
 class DeviceDigests:
     """XXH3-128 on the devices of this process.
 
-    Safe under threads. Work starts on the current stream of a tensor's device, and nobody waits for it,
-    except at the first use of a kernel, which compiles it (about a second, once on a machine) and checks it.
+    Thread-safe. Work starts on the current stream of a tensor's device, without waiting, except at the first
+    use of a kernel, which compiles it (about a second, once per machine) and checks it.
 
     Parameters
     ----------
@@ -57,13 +57,13 @@ class DeviceDigests:
         Says which tensors are on an accelerator.
     """
 
-    tiles: ClassVar[tuple[int, int]] = (8, 4)  # blocks and rows that a program takes, powers of 2
+    tiles: ClassVar[tuple[int, int]] = (8, 4)  # blocks and rows per program, powers of 2
 
     def __init__(self, runtime: Runtime = CUDA) -> None:
         self._runtime = runtime
         self._told = ToldOnce()
         self._refused: set[torch.device] = set()
-        self._right: set[tuple[torch.device, int]] = set()  # widths of words that agree with `xxhash`
+        self._right: set[tuple[torch.device, int]] = set()  # word widths checked against `xxhash`
         self._secrets: dict[torch.device, Tensor] = {}
 
     def of_items(self, tensor: Tensor) -> Tensor | None:
@@ -77,16 +77,15 @@ class DeviceDigests:
         Returns
         -------
         Tensor of uint8, shape (n, 16), optional
-            On the device of the tensor, where it may not have been computed yet. None if the items are to be
-            hashed on the host: there are none, they are short or not on an accelerator, or this cannot be
-            done there.
+            On the tensor's device, perhaps still being computed. None if the items must be hashed on the
+            host: there are none, they are short or not on an accelerator, or it has no working kernels.
         """
         return self._digests(tensor, tensor.shape[0]) if self._may(tensor) else None
 
     def of_tensors(self, tensors: Sequence[Tensor]) -> dict[int, bytes]:
-        """The digest of the content of each of some tensors, 16 bytes, by the tensor's id.
+        """The digest of each tensor's content, 16 bytes, by the tensor's id.
 
-        Left out are those that are to be hashed on the host. Waits once for each device.
+        Leaves out tensors that must be hashed on the host. Waits once per device.
         """
         started: dict[torch.device, dict[int, Tensor]] = {}
         for tensor in filter(self._may, tensors):
@@ -99,7 +98,7 @@ class DeviceDigests:
         return found
 
     def _may(self, tensor: Tensor) -> bool:
-        """Whether a tensor is on an accelerator that has not been refused, and can be read there."""
+        """Whether a tensor is on a usable accelerator, and can be read there."""
         if not self._runtime.owns(tensor):
             if not (tensor.is_cpu or tensor.is_meta):
                 self._tell(tensor.device, "there are kernels for CUDA and ROCm only")
@@ -109,7 +108,7 @@ class DeviceDigests:
         return is_plain and tensor.device not in self._refused
 
     def _digests(self, tensor: Tensor, count: int) -> Tensor | None:
-        """The digests of a tensor as `count` rows; None if they are to be hashed on the host."""
+        """The digests of a tensor as `count` rows; None if they must be hashed on the host."""
         if not 0 < _SHORTEST * count <= tensor.nbytes:
             return None
         device = tensor.device
@@ -131,10 +130,10 @@ class DeviceDigests:
             return None
 
     def _is_right(self, device: torch.device, width: int) -> bool:
-        """Whether the kernels agree with `xxhash` about rows of such words; otherwise refuses the device."""
+        """Whether the kernels agree with `xxhash` for this word width; if not, refuses the device."""
         if (device, width) in self._right:
             return True
-        # Odd multiples of the width, so that no wider words fit. Nobody's random numbers are used.
+        # Odd multiples of the width, so that no wider words fit. Seeded, to leave global generators alone.
         sizes = [size - size % (2 * width) + width for size in _KNOWN]
         known = [np.random.default_rng(size).integers(0, 256, (5, size), np.uint8) for size in sizes]
         there = [torch.from_numpy(rows).to(device) for rows in known]

@@ -1,8 +1,7 @@
 """The contract of a tier: a store of rows by key, batches only.
 
-A tier may forget any row at any time, and never returns a row under a key that it was not put under.
-All methods may be called from several threads. A fault inside of a tier is a counted miss and one
-warning, never an exception.
+A tier may forget any row at any time, and never returns a row under another key than its own. All methods are
+thread-safe. A fault inside a tier is a counted miss and one warning, never an exception.
 """
 
 from __future__ import annotations
@@ -47,13 +46,13 @@ class TierStats:
     Attributes
     ----------
     rows, bytes : int
-        The rows that the tier has, and how many bytes they take.
+        How many rows the tier has, and the bytes they take.
     evictions : int
         Rows forgotten to make room.
     corrupt : int
         Damaged rows and files.
     faults : int
-        Calls of the system that failed.
+        System calls that failed.
     """
 
     rows: int
@@ -65,17 +64,18 @@ class TierStats:
 
 @dataclasses.dataclass(frozen=True)
 class Signals:
-    """What the processes of a job tell each other about rows that wait in them to be written.
+    """What the processes of a job tell each other about rows that are still to be written.
 
     Attributes
     ----------
     drops : callable
-        Returns when a process last dropped rows, in nanoseconds since 1970; 0: never. The others then forget
-        theirs.
+        Returns when a process last dropped rows, in nanoseconds since 1970; 0: never. The other processes
+        then forget their unwritten rows.
     seals : callable
-        Returns a number that changes when others will need what waits, which is then written at once.
+        Returns a number that changes when other processes need the unwritten rows: they are then written at
+        once.
     tell : ToldOnce, optional
-        Warns of faults; default: in each process.
+        Warns of faults; default: each process warns.
     """
 
     drops: Callable[[], int] = int
@@ -84,7 +84,7 @@ class Signals:
 
 
 def replicas_of(namespace: bytes) -> bytes:
-    """The namespace of the replicas of a namespace; see `Tier.keep_replicas`."""
+    """The namespace that holds the replicas of another one; see `Tier.keep_replicas`."""
     return digest([namespace, b"replica"])
 
 
@@ -96,12 +96,12 @@ class Tier(abc.ABC):
     name : str
         The name of the tier in `CacheStats`, as in ``disk_rows``.
     is_lasting : bool
-        Whether rows stay when the cache that put them is closed. Their namespaces are then described, for
-        whoever finds the rows later.
+        Whether rows outlive the cache that put them. Their namespaces then get descriptions, for people and
+        later runs.
     is_shared : bool
-        Whether rows and budget are those of all ranks of the machine.
+        Whether all ranks of the machine share the rows and the budget.
     directory : CacheDirectory or None
-        The folder where its rows are; None if they are in no folder.
+        The folder of its rows; None if they are in no folder.
     """
 
     name: ClassVar[str]
@@ -111,51 +111,51 @@ class Tier(abc.ABC):
 
     @property
     def cause(self) -> Exception | None:
-        """Why a bucket is left out now, whose rows the tier has otherwise; None if it is not."""
+        """The fault because of which the tier does not use its bucket now; None if there is none."""
         return None
 
     @abc.abstractmethod
     def get(self, keys: Keys) -> Found:
-        """The rows of those keys that are here."""
+        """The rows that the tier has for these keys."""
 
     def get_one(self, namespace: bytes, low: int, high: int, make: Make) -> Any:
-        """What is made of the row of one key, given as its two words; None if `get` has to look for it.
+        """What `make` builds from the row of one key, given as its two words; None: ask `get` instead.
 
-        ``make(schema, buffers)`` gets the bytes of each leaf's row in memory of the tier, which it copies. It
-        neither raises nor keeps them, and must not call the tier.
+        ``make(schema, buffers)`` gets each leaf's bytes in the tier's own memory, and copies them. It must
+        not raise, keep the buffers, or call the tier.
         """
         return None
 
     @abc.abstractmethod
     def has(self, keys: Keys) -> Flags:
-        """Whether each key has a row here now, bool ``(n,)``. No row is read; any may be forgotten next."""
+        """Whether each key has a row here now, bool ``(n,)``. Reads no rows; any may be forgotten next."""
 
     def look_again(self, namespace: bytes) -> None:  # noqa: B027
-        """Look for rows of other processes at the next call, which is otherwise done once in a while."""
+        """Have the next call look for rows of other processes; otherwise this happens once in a while."""
 
     @abc.abstractmethod
     def put(self, keys: Keys, rows: Rows) -> int:
-        """Keep rows under distinct keys, or only some of them, or none; returns how many were kept."""
+        """Keep rows under distinct keys; returns how many were kept, which may be none."""
 
     def offer(self, keys: Keys, rows: Rows) -> int:
-        """Keep rows as `put` does, but forget no row that is in use for them: a slower tier has them too."""
+        """Keep rows as `put` does, but evict no row in use for them, since a slower tier has them too."""
         return self.put(keys, rows)
 
     def keep_replicas(self, keys: Keys, rows: Rows) -> int:
         """Keep rows that other ranks own, in room that nothing else needs; returns how many were kept.
 
-        The keys are distinct, and of the namespace `replicas_of` that of their owners, with which they are
-        dropped. No row is forgotten for them, and they are the first to make room for others; that is no
-        eviction.
+        The keys are distinct, and in the namespace `replicas_of(owner's namespace)`; dropping the owner's
+        drops them. The tier forgets no other row for them, forgets them first when it needs room, and does
+        not count that as an eviction.
         """
         return 0
 
     def claims(self, keys: Keys) -> TierClaim | None:
-        """What a call claims here, of distinct keys that `get` has missed; None: it claims nothing."""
+        """A claim on distinct keys that `get` has missed; None if this tier has no claims."""
         return None
 
     def claim(self, keys: Keys) -> Claim:
-        """Say which of some distinct keys, missed by `get`, this call computes; `release` it in the end."""
+        """Claim distinct keys that `get` has missed; call `release` on the result in the end."""
         return claim_in([self], keys)
 
     @abc.abstractmethod
@@ -163,12 +163,12 @@ class Tier(abc.ABC):
         """Forget every row of a namespace."""
 
     def let_go(self, namespace: bytes) -> None:
-        """Nothing in this process uses a namespace any more: forget what would not outlive it anyway."""
+        """Forget a namespace that this process no longer uses, unless its rows are lasting."""
         if not self.is_lasting:
             self.drop(namespace)
 
     def give_back(self, device: torch.device | None) -> int:
-        """Forget the rows that are in the memory of a device, or of all devices but the host.
+        """Forget the rows in the memory of one device, or of all devices but the host (None).
 
         Returns how many bytes they took there.
         """
@@ -176,42 +176,42 @@ class Tier(abc.ABC):
 
     @abc.abstractmethod
     def flush(self) -> None:
-        """Return when everything that was put is as durable as the tier makes it."""
+        """Return once all rows put so far are as durable as this tier makes them."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Flush and free every resource. From then on the tier has no rows, and keeps none."""
+        """Flush and free every resource. Afterwards the tier finds and keeps no rows."""
 
     @abc.abstractmethod
     def stats(self) -> TierStats:
         """What is here now."""
 
     def count(self, namespace: bytes) -> int:
-        """How many rows of a namespace, which was asked for, are here; all rows are if it is the only one."""
+        """How many rows of a namespace in use are here; a tier with one namespace may count all its rows."""
         return self.stats().rows
 
     def reasons(self, namespace: bytes) -> list[Exception]:
-        """Why rows of a namespace that may be here are not found, as far as that is known."""
+        """Known reasons why rows of a namespace that may be here are not found."""
         return []
 
     def counts(self) -> dict[str, int]:
-        """What `CacheStats` says of this tier; counts of the same name are added up over all tiers."""
+        """The tier's counts in `CacheStats`, which adds up counts of the same name over all tiers."""
         stats = self.stats()
         own = {"rows": stats.rows, "bytes": stats.bytes, "evictions": stats.evictions}
         shared = {"corrupt": stats.corrupt, "faults": stats.faults}
         return {f"{self.name}_{count}": value for count, value in own.items()} | shared
 
     def describe(self, namespace: bytes, description: Mapping[str, Any], *, create: bool) -> None:  # noqa: B027
-        """Keep a newer description of a namespace; if there is none yet, only with `create`."""
+        """Replace the description of a namespace; if it has none yet, only with `create`."""
 
     def later(self, function: Callable[..., None], *args: object) -> None:
-        """Call a function in another thread, where the garbage collector has called in the middle of work."""
-        # No thread can be started while the process ends; but then the tier is closed at exit.
+        """Call a function in a new thread, as the garbage collector may have called in the middle of work."""
+        # While the process ends, no thread can start, but the exit handler closes the tier.
         with contextlib.suppress(RuntimeError):
             threading.Thread(target=function, args=args, daemon=True).start()
 
 
 def claim_in(tiers: Sequence[Tier], keys: Keys) -> Claim:
-    """Claim keys in those of some tiers that have claims, the fastest first; see `Tier.claim`."""
+    """Claim keys in all tiers that support claims, fastest first; see `Tier.claim`."""
     claims = (tier.claims(keys) for tier in tiers)
     return Claim(len(keys), [claim for claim in claims if claim is not None])

@@ -13,15 +13,13 @@ _LONGEST_PAUSE = 60.0  # seconds
 class Breaker:
     """Counts the faults of a tier, and says when to try again.
 
-    One part of a tier may fail while the others work, such as a namespace that another user has made. A part
-    is named by bytes; None stands for the whole tier.
+    One part of a tier, such as a namespace whose folder another user owns, may fail while the others work.
+    Bytes name a part; None stands for the whole tier.
 
     Attributes
     ----------
     faults : int
-        Calls of the system that failed.
-    tell : ToldOnce
-        Warns once for each kind of fault.
+        System calls that failed. Warns once for each kind of fault.
     shortest : float
         The first pause in seconds; each further one is twice as long, up to a minute.
     """
@@ -53,11 +51,11 @@ class Breaker:
         """
         self._failures[part] += 1
         if self._failures[part] > 1 or is_lasting:
-            # Two to the power of thousands would overflow.
+            # Larger exponents would overflow.
             self.pause(part, self.shortest * 2.0 ** min(self._failures[part] - 1, 10))
 
     def pause(self, part: bytes | None = None, seconds: float = _LONGEST_PAUSE) -> None:
-        """Allow nothing for some seconds, at most a minute."""
+        """Allow no tries for some seconds, at most a minute."""
         self._paused_until[part] = time.monotonic() + min(_LONGEST_PAUSE, seconds)
 
     def worked(self, part: bytes) -> None:

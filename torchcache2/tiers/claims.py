@@ -1,9 +1,9 @@
 """`Claim`: "this call computes these keys now", so that others wait for the rows instead of computing them.
 
-A claim may be held in several tiers, such as the memory of a machine and servers of all machines: the call
-computes what all of them have granted. Whoever waits looks again and again, and holds nothing meanwhile, so
-that no two wait for each other. What was given up, also by a process that was killed or is stuck, is claimed
-by one of those that wait for it.
+A claim may span several tiers, such as the memory of one machine and servers of all machines: the call
+computes only keys that every tier has granted. A waiting call polls, and holds no claim meanwhile, so two
+calls never wait for each other. If the holder gives keys up, is killed or gets stuck, one of the waiting
+calls claims them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _NOWHERE: Positions = np.empty(0, np.int64)
 
 @dataclasses.dataclass
 class Tally:
-    """Rows that a tier has waited for: those that others have computed, and those that they have given up."""
+    """Counts rows that other processes were computing: those they delivered, and those they gave up."""
 
     waited: int = 0
     taken_over: int = 0
 
     def counts(self) -> dict[str, int]:
-        """What `CacheStats` says of them."""
+        """The counts, as `CacheStats` names them."""
         return dataclasses.asdict(self)
 
 
@@ -38,9 +38,9 @@ class TierClaim(abc.ABC):
     Attributes
     ----------
     pauses : (float, float)
-        Seconds between looks: at first, and at most.
+        Seconds between polls: the first, and the longest.
     tally : Tally
-        That of the tier.
+        The counts of the tier.
     """
 
     pauses: tuple[float, float]
@@ -48,24 +48,24 @@ class TierClaim(abc.ABC):
 
     @abc.abstractmethod
     def take(self, positions: Positions) -> Positions:
-        """Claim what nobody has claimed, and what has no row; returns what this call may compute.
+        """Claim keys that have no row and no claim; returns what this call may compute.
 
         If the tier cannot tell, because of a fault, the call may compute without a claim.
         """
 
     @abc.abstractmethod
     def look(self, positions: Positions) -> tuple[Flags, Flags]:
-        """Whether each key has a row now, and whether it is open: has no row, and nobody computes it."""
+        """Whether each key has a row now, and whether it is open: no row, and no process computes it."""
 
     @abc.abstractmethod
     def release(self) -> None:
-        """Give up what was taken. Rows that were put before are found before others see this."""
+        """Give up the claimed keys. Other processes find rows put earlier before they see this release."""
 
 
 class Claim:
-    """What one call computes of a batch of distinct keys, and what it waits for. It belongs to one thread.
+    """Which keys of a batch one call computes, and which it waits for. Used by one thread.
 
-    Without tiers, it computes all: nobody else puts rows where it does.
+    Without tiers, the call computes all keys, as no other process shares its rows.
 
     Parameters
     ----------
@@ -79,10 +79,10 @@ class Claim:
     mine : ndarray of int64
         Positions in the batch that the call computes.
     others : ndarray of int64
-        Those that somebody else computes, or has computed since they were missed; `wait` decides about them.
+        Positions that another process computes, or has computed since this call missed them; see `wait`.
     appeared : ndarray of int64
-        Those whose rows were there when `wait` returned last. A tier may forget rows: compute what it does
-        not find without a claim.
+        Positions whose rows were there when `wait` last returned. A tier may forget rows: if one is gone
+        again, compute it without a claim.
     """
 
     def __init__(self, count: int, tiers: Sequence[TierClaim] = ()) -> None:
@@ -94,22 +94,22 @@ class Claim:
         self.appeared = _NOWHERE
 
     def wait(self) -> Positions:
-        """Block until all of `others` have rows, or some of them were given up.
+        """Block until all of `others` have rows, or their holder gives some up.
 
-        What this call has claimed is given up before, unless its rows were put.
+        First gives up the keys that this call has claimed and not put.
 
         Returns
         -------
         ndarray of int64
-            Positions that were given up: this call computes them now. They are no longer in `others`, and
-            neither are keys whose rows have `appeared`.
+            Positions that were given up: this call now computes them. `others` loses them, and the keys whose
+            rows have `appeared`.
         """
         self.release()
         pauses, due = [tier.pauses[0] for tier in self._tiers], [0.0] * len(self._tiers)
         there, taken = np.zeros(len(self.others), bool), _NOWHERE
         while not there.all():
             asked = np.flatnonzero(~there)
-            for depth, tier in enumerate(self._tiers):  # a slower one is asked for what is open in this one
+            for depth, tier in enumerate(self._tiers):  # ask a slower tier only for keys open in this one
                 if len(asked) == 0 or time.monotonic() < due[depth]:
                     asked = _NOWHERE
                     break
@@ -124,7 +124,7 @@ class Claim:
                 if len(taken):
                     self._tiers[-1].tally.taken_over += len(taken)
                     break
-                self.release()  # a slower tier has refused what a faster one has granted
+                self.release()  # a slower tier refused what a faster one had granted
             if not there.all():
                 time.sleep(max(0.0, due[0] - time.monotonic()))
         self.appeared = self.others[there]
@@ -133,7 +133,7 @@ class Claim:
 
     def release(self) -> None:
         """Give up what was claimed and not put; may be called again."""
-        for tier in reversed(self._tiers):  # whoever waits in a faster tier claims it in the slower one next
+        for tier in reversed(self._tiers):  # a waiter claims in the faster tier first
             tier.release()
 
     def _take(self, positions: Positions) -> Positions:

@@ -1,13 +1,13 @@
 """`KeyIndex`: a vectorised open-addressing table from 16-byte keys to ordinals.
 
-Ordinals are 0, 1, 2, … in the order of insertion: they are positions in arrays of the owner, which have what
-belongs to each key. The keys themselves lie in such an array, which the owner provides and grows. A slot of
-the table proper is 8 bytes: the ordinal, and 30 bits of the key, so that a search seldom meets a wrong key. A
-free slot is 0, as fresh memory is. At most five eighths of the slots are in use, so that nearly every key is
-in the first 16 slots that it may be in. Every operation works on whole batches.
+Ordinals are 0, 1, 2, … in the order of insertion: positions in the owner's arrays, which hold each key's
+data. One of them holds the keys; the owner grows it. A slot of the table is 8 bytes: the ordinal, and 30 bits
+of the key, so that a search rarely compares a wrong key. A free slot is 0, like fresh memory. At most five
+eighths of the slots are in use, so nearly every key is within 16 slots of its home slot. Every operation
+works on whole batches.
 
-`KeyTable` is the search alone, over memory that somebody else provides and grows, such as memory that
-processes share. Not thread-safe: the owner holds a lock.
+`KeyTable` only searches; its owner provides the memory, which processes may share. Not thread-safe: the owner
+holds a lock.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from torchcache2.core.keys import Ordinals, Words
 
 _FREE, _REMOVED = 0, -1
-_WINDOW = np.arange(16)[:, None]  # slots that are looked at together: two cache lines
+_WINDOW = np.arange(16)[:, None]  # slots compared at once: two cache lines
 _TAG = np.uint64(0x7FFFFFFE_00000000)  # the bits of a slot that come from the key; below is the ordinal
 _USED = np.uint64(1 << 32)  # this bit tells a slot in use from a free one, whatever its tag and ordinal
 _TAG_INT, _USED_INT = int(_TAG), int(_USED)
@@ -31,9 +31,9 @@ class KeyTable:
     Attributes
     ----------
     slots : ndarray of int64
-        A power of two of them, at least 16, some of which are free.
+        A power of two, at least 16; some must be free.
     keys : ndarray of uint64, shape (capacity, 2)
-        Key of each ordinal; a slot's ordinal that lies behind them is none.
+        Key of each ordinal; an ordinal beyond the end of this array is invalid.
     """
 
     def __init__(self, slots: Ordinals, keys: Words) -> None:
@@ -51,17 +51,17 @@ class KeyTable:
             return np.concatenate([self.find(piece) for piece in pieces])
         slots, tags = self._home(words)
         window = self.slots.take((slots + _WINDOW) & (len(self.slots) - 1)).view(np.uint64)
-        # Combining a slot with the key's tag leaves the ordinal alone if the tag of the slot is the same. Any
-        # other slot gives a larger number, so that the least one is the ordinal, if the key is here at all.
+        # XOR with the key's tag leaves just the ordinal if the slot has the same tag, and a larger number
+        # otherwise: if the key is here, the least number is its ordinal.
         window ^= tags.view(np.uint64)
         least = np.minimum.reduce(window, axis=0)
         ordinals: Ordinals = least.view(np.int64)
         same = self.keys.take(ordinals, axis=0, mode="clip") == words
-        # If no slot has the tag of a key, this is no ordinal: `take` clips it and reads another key, and what
-        # follows sees that it is not the one that is sought.
+        # If no slot has the key's tag, this is no ordinal: `take` clips it and reads another key, and the
+        # comparison fails.
         if not same.all() or least.max() >= len(self.keys):
             rest = (~same.all(axis=1) | (least >= len(self.keys))).nonzero()[0]
-            # A key is in front of the first free slot, so one whose tag was not met up to there is not here.
+            # Linear probing: no matching tag before the first free slot means absent.
             has_free = (window.take(rest, axis=1) == tags.take(rest).view(np.uint64)).any(axis=0)
             is_absent = has_free & (least.take(rest) >= _USED)
             ordinals[rest] = -1
@@ -71,7 +71,7 @@ class KeyTable:
         return ordinals
 
     def find_one(self, low: int, high: int) -> int:
-        """As `find`, of one key, for which numbers are faster than arrays."""
+        """Like `find`, for one key; plain ints are faster than arrays here."""
         slots, keys, mask = self.slots, self.keys, len(self.slots) - 1
         place, tag = low, high & _TAG_INT | _USED_INT
         while (slot := slots.item(place & mask)) != _FREE:
@@ -91,7 +91,7 @@ class KeyTable:
         waiting = np.arange(len(words))
         while len(waiting):
             window = self.slots.take((slots + _WINDOW) & mask)
-            # Tags are the same by chance once in billions of comparisons, so the whole keys are compared.
+            # Tags coincide once in a billion comparisons, so compare whole keys.
             columns, rows = ((window ^ tags) >> 32 == 0).nonzero()
             candidates = window[columns, rows] & 0xFFFFFFFF
             sought = waiting.take(rows)
@@ -111,7 +111,7 @@ class KeyTable:
         return ordinals, places
 
     def place(self, ordinals: Ordinals) -> int:
-        """Write ordinals that are in no slot yet into free or removed slots; how many were removed ones."""
+        """Write new ordinals into free or removed slots; returns how many reused a removed slot."""
         mask = len(self.slots) - 1
         slots, tags = self._home(self.keys[ordinals])
         values = tags | ordinals
@@ -126,20 +126,20 @@ class KeyTable:
             before = self.slots[slots]
             free = before <= 0
             self.slots[slots[free]] = values[free]
-            # Of several ordinals that were written to one slot, one stays; the others try the next slot.
+            # If several ordinals hit one slot, one stays and the others try the next slot.
             placed = self.slots[slots] == values
             reused += int(np.count_nonzero(before[placed] == _REMOVED))
             values, slots = values[~placed], (slots[~placed] + 1) & mask
         return reused
 
     def _home(self, words: Words) -> tuple[Ordinals, Ordinals]:
-        """First slot of each key, and its tag: what its slot has besides the ordinal."""
+        """The home slot of each key, and its tag: the bits of its slot besides the ordinal."""
         slots = (words[:, 0] & np.uint64(len(self.slots) - 1)).view(np.int64)
         return slots, (words[:, 1] & _TAG | _USED).view(np.int64)
 
 
 class KeyIndex(KeyTable):
-    """A table in private memory, which grows, and whose keys can be removed.
+    """A table in private memory that grows and supports removal.
 
     Attributes
     ----------
@@ -167,7 +167,7 @@ class KeyIndex(KeyTable):
         return len(self.slots) * 5 // 8 - self._count
 
     def growth(self, count: int) -> int:
-        """Bytes of the new table if `count` more keys need one; the old one goes afterwards."""
+        """Bytes of the larger table that `count` more keys need, beside the old one; 0 if they fit."""
         return self._slots_for(count) * self.slots.itemsize if count > self.room else 0
 
     def reserve(self, count: int) -> None:
@@ -175,7 +175,7 @@ class KeyIndex(KeyTable):
         if count > self.room:
             self.slots = np.zeros(self._slots_for(count), np.int64)
         elif self._count + self._removed + count > len(self.slots) * 3 // 4:
-            self.slots.fill(_FREE)  # removed slots make every search longer
+            self.slots.fill(_FREE)  # removed slots slow every search down
         else:
             return
         self._removed = 0
@@ -199,8 +199,7 @@ class KeyIndex(KeyTable):
         Returns
         -------
         source, target : ndarray of int64
-            Ordinals of the keys that moved, before and after: the owner moves the elements of its arrays
-            likewise.
+            Ordinals of the moved keys, before and after: the owner must move its array elements the same way.
         """
         left = self._count - len(ordinals)
         target = ordinals[ordinals < left]

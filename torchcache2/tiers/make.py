@@ -1,4 +1,4 @@
-"""Makes the tiers that the options of a cache ask for. No other file knows all kinds of tiers."""
+"""Makes the tiers for the options of a cache. No other file knows all kinds of tiers."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ from torchcache2.tiers.shared.tier import SharedTier
 
 _LEAST_QUEUED, _MOST_QUEUED = 16 << 20, 256 << 20
 _WORKERS_WRITE = 2.0  # seconds; a `DataLoader` kills its workers 5 seconds after their end
-_SAMPLES_SEALED_AFTER = 60.0  # seconds; loading samples takes long, and segments should be few
+_SAMPLES_SEALED_AFTER = 60.0  # seconds; samples load slowly, and segments should be few
 
 InUse = Callable[[], Collection[bytes]]
 Description = Callable[[bytes], Mapping[str, Any]]
-Opened = Objects  # what was opened to look at the place: the tiers take it over
+Opened = Objects  # connections opened by the check, which the tiers take over
 
 
 def check_place(settings: CacheSettings) -> Opened | None:
     """Raise `OptionError` if rows cannot be kept where the settings say.
 
-    The cache directory may be a file, or a folder with somebody else's files; a server may refuse a password,
-    and a bucket, credentials. If a bucket has answered, its connections are returned: for `make_tiers` or
-    `make_levels`, whose tiers close them, or to be closed.
+    Such as a cache directory that is a file or has another program's files, or a server or bucket that
+    refuses the credentials. Returns the connections to a bucket that has answered; pass them to `make_tiers`
+    or `make_levels`, whose tiers close them, or close them.
     """
-    quiet = ToldOnce(lambda kind: False)  # of a server or bucket that does not answer the tier will warn
+    quiet = ToldOnce(lambda kind: False)  # the tier warns if a server or bucket does not answer
     folder = str(settings.persistent_cache_dir) if settings.persistent_cache_dir is not None else None
     if settings.servers is not None:
         with contextlib.closing(Clients(settings.servers, quiet)) as clients:
@@ -72,7 +72,7 @@ def check_place(settings: CacheSettings) -> Opened | None:
 
 
 def disk_budget(settings: CacheSettings, folder: str) -> int:
-    """How many bytes the rows in a folder may take, as of now; a share counts theirs as free."""
+    """How many bytes the rows in a folder may take; for a share of free space, their own count as free."""
     used = 0
     if isinstance(settings.max_persistent_cache_size, float):
         with contextlib.suppress(OSError, NewerFormatError):
@@ -81,7 +81,7 @@ def disk_budget(settings: CacheSettings, folder: str) -> int:
 
 
 def job_of(settings: CacheSettings, name: str) -> bytes | None:
-    """The job whose ranks share what they make under one name with equal options; None: nothing is shared."""
+    """The job whose ranks share the tiers of one cache name and equal options; None: no sharing."""
     is_asked = settings.distributed == "node" or (settings.distributed != "off" and has_peers())
     if not (is_asked and settings.can_be_shared):
         return None
@@ -97,9 +97,9 @@ def make_tiers(
 ) -> list[Tier]:
     """The tiers of one budget, fastest first.
 
-    `in_use()` are the namespaces that something alive in this process uses. `description(namespace)`
-    describes a namespace, for people and later runs. The processes of a `job` share their memory. `opened`
-    are connections to the bucket, if there are any already; the tiers close them.
+    `in_use()` returns the namespaces that something alive in this process uses. `description(namespace)`
+    describes a namespace, for people and later runs. The processes of a `job` share memory. `opened` are
+    connections from `check_place`; the tiers close them.
     """
     budget, ranks = settings.memory_budget(), 1 if job is None else ranks_here()
     # Rows that wait to be written count as memory, too.
@@ -115,7 +115,7 @@ def make_tiers(
                 tiers.append(_disk(settings, queue, in_use, description, job))
         except OSError as error:
             logger.warning("there is no temporary folder: rows stay in memory (%s)", str(error))
-        except OptionError as error:  # the folder was accepted when the decorator ran, and has changed since
+        except OptionError as error:  # the folder has changed since the decorator accepted it
             logger.warning("%s; rows stay in memory", str(error))
     return tiers
 
@@ -133,15 +133,15 @@ def make_levels(
 ) -> list[Tier]:
     """The tiers of a dataset, fastest first: memory of the processes of a `job`, then a folder or servers.
 
-    The budgets are in bytes; one of 0 leaves its tier out. Where memory cannot be shared, workers divide it.
-    A worker leaves its rows to others when it ends, in a temporary folder too; its parent has warned already.
-    Unless it `writes`, nothing in the folder is changed, nor in the bucket. For `opened`, see `make_tiers`.
+    A budget of 0 bytes leaves out its tier. If memory cannot be shared, workers divide it. A worker leaves
+    its rows to other processes when it ends, even in a temporary folder; it does not repeat its parent's
+    warnings. Without `writes`, folder and bucket stay unchanged. For `opened`, see `make_tiers`.
     """
     budget, tiers = settings.memory_budget(), list[Tier]()
     warn = logger.debug if is_worker else logger.warning
     if budget:
         try:
-            # The caller says itself if it is full.
+            # The caller warns itself if it is full.
             tiers.append(SharedTier(job, budget, in_use, spills=True, is_copied=True))
         except SharingError as error:
             warn(
@@ -216,7 +216,7 @@ def _mirrored(
     **options: Any,
 ) -> DiskTier:
     """A folder with a bucket below it."""
-    tiers = weakref.WeakSet[DiskTier]()  # the bucket must not keep what refers to it alive
+    tiers = weakref.WeakSet[DiskTier]()  # weak: the bucket must not keep its owner alive
 
     def flush_first() -> None:
         for tier in tiers:
@@ -261,11 +261,11 @@ def _folder(
 
 
 def _workers() -> int:
-    """How many workers there are, of which this process is one; 1 if it is none."""
+    """The number of workers, in a worker; else 1."""
     worker = get_worker_info()
     return 1 if worker is None else worker.num_workers
 
 
 def _most_seconds() -> float | None:
-    """How long writing what waits may take in this process, if it is a worker: all write at the end."""
+    """How long a worker may take to write its queue: all workers write at the end. None elsewhere."""
     return None if get_worker_info() is None else _WORKERS_WRITE / (_workers() * ranks_here())

@@ -1,7 +1,7 @@
-"""Where the processes of a job meet: what the job is called, and folders that only its user can enter.
+"""How the processes of a job find each other: the job's name, and folders private to its user.
 
-Pids mean something to the processes of one container or machine only. Another one may see the same folder: so
-the names of files say which it is, and files of others are left alone.
+A pid is unique within one container or machine only, and several may see the same folder. So file names
+include the machine, and a process leaves files of other machines alone.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 
 
 def job_name(environ: Mapping[str, str], *parts: str) -> bytes:
-    """The name of the job of this process, for a cache that `parts` name: 16 bytes.
+    """The name of this process's job, for the cache named by `parts`: 16 bytes.
 
-    It is the value of ``TORCHCACHE_JOB``, or else the place where the ranks meet, or else Ray's job, or else
-    the parent process.
+    It derives from ``TORCHCACHE_JOB``, else from the rendezvous address of the ranks, else from Ray's job,
+    else from the parent process.
     """
     if environ.get(JOB):
         job = [environ[JOB]]
@@ -46,7 +46,7 @@ def job_name(environ: Mapping[str, str], *parts: str) -> bytes:
 
 
 def machine() -> str:
-    """What tells those processes whose pids this one sees from others, which may see the same folder."""
+    """Identifies the machine and pid namespace, since other machines may see the same folder."""
     parts = [os.uname().nodename.encode()]
     with contextlib.suppress(OSError):
         with open("/proc/sys/kernel/random/boot_id", "rb") as file:
@@ -56,7 +56,7 @@ def machine() -> str:
 
 
 def own_folder(path: str) -> str:
-    """Make a folder that nobody but this user can enter, or take it if it is there; `OSError` otherwise."""
+    """Make a folder that only this user can enter, or accept an existing one; `OSError` otherwise."""
     with contextlib.suppress(FileExistsError):
         os.mkdir(path, 0o700)
     if not is_own(path):
@@ -65,13 +65,13 @@ def own_folder(path: str) -> str:
 
 
 def is_own(path: str) -> bool:
-    """Whether a path is a folder of this user, which nobody else can enter; `OSError` if there is nothing."""
+    """Whether a path is a folder that only this user can enter; `OSError` if nothing is there."""
     status = os.lstat(path)
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
 def is_at(file: Descriptor, path: str) -> bool:
-    """Whether an open file still has a name."""
+    """Whether `path` still names this open file."""
     try:
         return os.path.samestat(os.fstat(file.number), os.stat(path))
     except FileNotFoundError:

@@ -11,7 +11,7 @@ _MOST_SCHEMAS = 1000
 
 
 class Serialisable:
-    """Tells once why such outputs are not kept; `message` has a place for the reason."""
+    """Warns once if outputs cannot be written; `message` has a placeholder for the reason."""
 
     def __init__(self, tell: ToldOnce, message: str) -> None:
         self._tell = tell

@@ -17,14 +17,14 @@ from torchcache2.core.rows import Rows, Schema
 _CPU = torch.device("cpu")
 _SLAB = 8 << 20
 _ALIGNED = 64
-_BATCH_BYTES = 2048  # about what the Python objects of a batch take
-_FEW, _JOINED, _MOST_JOINED = 8, 64, 1 << 20  # rows that join a batch, rows and bytes of such a batch
+_BATCH_BYTES = 2048  # estimated size of a batch's Python objects
+_FEW, _JOINED, _MOST_JOINED = 8, 64, 1 << 20  # most rows to join a batch; its most rows and bytes
 
 
 class Slabs:
-    """Gives out pieces of large blocks of memory, which are cheap to fill as they are in huge pages.
+    """Gives out pieces of large memory blocks: their huge pages make them cheap to fill.
 
-    A block is freed when none of its pieces is in use.
+    Python frees a block when its last piece is.
     """
 
     def __init__(self) -> None:
@@ -47,8 +47,9 @@ class Slabs:
 class OwnRows:
     """A private copy of rows on the host; rows of an accelerator may arrive later.
 
-    The `rows` are on any device, and the caller may write to them afterwards. Memory comes from `slabs`. With
-    `is_added`, few rows on the host are not copied yet: `Pending.add` does that, before the caller goes on.
+    The `rows` may be on any device, and the caller may overwrite them afterwards. `slabs` provides the
+    memory. With `is_added`, a few rows on the host are not copied here: `Pending.add` copies them, before the
+    caller continues.
     """
 
     def __init__(self, rows: Rows, slabs: Slabs, *, is_added: bool = False) -> None:
@@ -85,7 +86,7 @@ class OwnRows:
 
     @property
     def rows(self) -> Rows:
-        """The rows, in the order of their dimensions; waits for those that are on their way."""
+        """The rows, contiguous in logical order; waits for copies from an accelerator."""
         with self._lock():
             if self._rows is None and self._arriving is not None:
                 columns = self._arriving.wait()
@@ -96,7 +97,7 @@ class OwnRows:
 
     @property
     def is_here(self) -> bool:
-        """Whether no row is still on its way."""
+        """Whether all copies from an accelerator have finished."""
         return self._arriving is None
 
     def with_room(self, count: int, capacity: int) -> OwnRows:
@@ -123,7 +124,7 @@ class OwnRows:
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
-    """Copy a contiguous tensor of the host, and wake no threads for it."""
+    """Copy a contiguous tensor on the host without waking torch's threads."""
     np.copyto(as_bytes(target).numpy(), as_bytes(source).numpy())
 
 
@@ -134,7 +135,7 @@ class Pending:
     ----------
     namespace : bytes
     number : int
-        The number under which a `NamespaceIndex` knows this segment.
+        This segment's number in the `NamespaceIndex`.
     nbytes, count : int
         Bytes and number of the rows.
     since : float
@@ -144,9 +145,9 @@ class Pending:
     dropped : bool
         Whether the rows have been forgotten.
     thread : int
-        The `threading.get_ident` of the thread that writes them; 0 if none does.
+        The `threading.get_ident` of the thread writing this segment; 0 if none.
     done : bool
-        Whether the writer is through with them, be they written or not.
+        Whether the writer is finished with this segment, successfully or not.
     """
 
     def __init__(self, namespace: bytes, number: int, since: float) -> None:
@@ -180,9 +181,9 @@ class Pending:
         return first
 
     def _join(self, keys: Keys, own: OwnRows) -> bool:
-        """Add few rows to the last batch, if it is of the same kind; many batches would cost memory and time.
+        """Add a few rows to the last batch if it has their schema; many batches cost memory and time.
 
-        Others may read meanwhile: rows that are there are copied before they are replaced, and not changed.
+        Other threads may be reading: existing rows never change, and growing copies them first.
         """
         count = len(keys)
         if count > _FEW or not self.batches or (used := self._counts[-1]) + count > _JOINED:

@@ -1,11 +1,10 @@
 """`Writer`: a bounded queue of unwritten segments, and the one thread that writes them.
 
-Rows are added to an open segment of their kind. It is written when it is large enough or some seconds old,
-when somebody flushes, and at exit. `flush` also writes in the thread that calls it, since no thread can be
-started at exit.
+Rows join the open segment of their kind. The writer writes it when it is large enough or some seconds old, at
+`flush`, and at exit. `flush` also writes in the calling thread, since no thread can start at exit.
 
-Each process has its own queue. A forked child starts with an empty one: the parent writes the rows that
-waited when it forked.
+Each process has its own queue. A forked child starts with an empty one: its parent writes the rows that were
+queued at the fork.
 """
 
 from __future__ import annotations
@@ -21,32 +20,32 @@ from typing import Any
 from torchcache2.core.process import AtExit, holds
 from torchcache2.tiers.unwritten import Pending
 
-_SHARE = 0.02  # rows wait for this share of the time that rows of their namespace have waited before
+_SHARE = 0.02  # of the time that this namespace's rows have waited so far
 _LONGEST_DELAY = 600.0  # seconds
-_FIRST = 4e5, 0.1  # bytes and the seconds that writing them takes, before that was measured
-_EXIT_PRIORITY = 10  # higher than that of a temporary directory, which is deleted afterwards
-_BETWEEN_LOOKS = 0.2  # seconds, while rows wait, between looks whether others need them
+_FIRST = 4e5, 0.1  # assumed until measured: bytes, and seconds to write them
+_EXIT_PRIORITY = 10  # above that of a temporary directory, whose deletion comes later
+_BETWEEN_LOOKS = 0.2  # seconds between checks whether other processes need unwritten rows
 Kind = tuple[bytes, Hashable]
 
 
 class Pace:
-    """How many rows are written together, how long they wait for that, and how many may wait.
+    """Decides how large segments get, how long rows wait to be written, and how many may wait.
 
-    A job that computes slowly for hours would leave thousands of segments if each were written after some
-    seconds. So rows wait longer the longer the rows of their namespace have waited before, by a fixed share
-    of that time. The number of segments then grows with the logarithm of the time, and a process that is
-    killed loses a small share of its rows. Its writer holds its lock when it calls this.
+    If each segment were written after some seconds, a job that computes slowly for hours would leave
+    thousands. So the delay of a namespace grows by a fixed share of the time that its rows have waited so
+    far. The number of segments then grows with the logarithm of time, and a killed process loses a small
+    share of its rows. The writer holds its lock when it calls this.
 
-    A segment is large enough from `target` bytes on, and `limit` bytes may wait; both are
-    less where writing that many would take more than `most_seconds`. A segment is written after `delay`
-    seconds, however small it is; later ones wait longer, up to ten minutes.
+    A segment is large enough from `target` bytes on, and up to `limit` bytes may wait; both shrink if writing
+    that much would take longer than `most_seconds`. A small segment is written after `delay` seconds; later
+    ones wait longer, up to ten minutes.
 
     Attributes
     ----------
     target, limit : int
         Bytes.
     waited : dict of bytes to float
-        Seconds that rows of each namespace have waited until they were written because of their age.
+        Seconds that rows of each namespace have waited, in segments written because of their age.
     """
 
     def __init__(
@@ -74,28 +73,29 @@ class Pace:
         return max(self._delay, min(_LONGEST_DELAY, _SHARE * self.waited.get(namespace, 0.0)))
 
     def was_old(self, namespace: bytes) -> None:
-        """Count a segment that is written because of its age."""
+        """Count a segment that its age made ready."""
         self.waited[namespace] = self.waited.get(namespace, 0.0) + self.delay_of(namespace)
 
     def measured(self, size: int, seconds: float) -> None:
-        """Count a segment that was written; half of the weight is that of the last one."""
+        """Update the measured speed: each segment has twice the weight of the one before."""
         self._written = self._written / 2 + size
         self._took = self._took / 2 + seconds
         self._adjust()
 
     def _adjust(self) -> None:
-        """Let so many bytes wait as are written in time."""
+        """Limit what waits to what can be written within `most_seconds`."""
         if self._most_seconds is not None:
             self.limit = min(self._limit, int(self._most_seconds * self._written / max(self._took, 1e-9)))
             self.target = max(1, min(self._target, self.limit // 4))
 
 
 class Writer:
-    """The queue and thread of one tier in one process; methods say whether the caller holds the tier's lock.
+    """The queue and thread of one tier in one process; each method states who holds the tier's lock.
 
-    The `pace` says when a segment is written. All are when the number that `seals()` returns changes.
-    ``write(pending)`` is called without the lock, says whether the rows are written, and raises nothing but
-    interrupts. If an interrupt stops it, ``forget(pending)`` is called, as nobody will write these rows.
+    The `pace` decides when to write a segment; when the number from `seals()` changes, all are written. The
+    writer calls ``write(pending)`` without the lock; it returns whether the rows were written, and raises
+    only interrupts. After an interrupt the writer calls ``forget(pending)``, as these rows will never be
+    written.
     """
 
     def __init__(
@@ -112,16 +112,16 @@ class Writer:
         self.pace = pace
         self.pid = os.getpid()
         self._lock = lock
-        # The condition is for waiting only: an interrupt may stop its ``with`` half way, and leave the lock
-        # locked. The ``with`` of the lock itself cannot be interrupted so.
+        # Use the condition for waiting only: an interrupt inside its ``with`` may leave the lock locked. The
+        # lock's own ``with`` has no such gap.
         self._changed = threading.Condition(lock)
         self._write = write
         self._forget = forget
         self._at_exit = at_exit
         self._clock = clock
         self._seals, self._sealed = seals, seals()
-        self._wakes = math.inf  # when the thread will look for old segments; inf if it does not wait
-        self._most_bytes = 0  # an upper bound of the bytes that wait: written ones count until the next count
+        self._wakes = math.inf  # when the waiting thread checks for old segments; inf if it is not waiting
+        self._most_bytes = 0  # upper bound of waiting bytes; includes bytes written since it was computed
         self._open: dict[Kind, Pending] = {}
         self._ready: deque[Pending] = deque()
         self._writing: list[Pending] = []
@@ -131,16 +131,16 @@ class Writer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of rows that wait or are being written; with the lock held."""
+        """Bytes of rows that are queued or being written; call with the lock."""
         return sum(pending.nbytes for pending in self.all())
 
     def all(self) -> list[Pending]:
-        """Every segment that is not written yet; with the lock held."""
+        """Every segment not written yet; call with the lock."""
         writing = [pending for pending in self._writing if not pending.done]
         return [*self._open.values(), *self._ready, *writing]
 
     def open(self, namespace: bytes, kind: Hashable, numbers: Iterator[int]) -> Pending:
-        """The segment that takes rows of a kind; with the lock held."""
+        """The open segment for rows of a kind; call with the lock."""
         pending = self._open.get((namespace, kind))
         if pending is None or pending.dropped:
             pending = self._open[namespace, kind] = Pending(namespace, next(numbers), self._clock())
@@ -149,7 +149,7 @@ class Writer:
         return pending
 
     def added(self, pending: Pending, kind: Hashable, size: int) -> None:
-        """Count rows of `size` bytes that were added to a segment; with the lock held."""
+        """Count rows of `size` bytes added to a segment; call with the lock."""
         self._most_bytes += size
         if self.pace.is_enough(pending):
             self._ready.append(self._open.pop((pending.namespace, kind)))
@@ -157,9 +157,9 @@ class Writer:
         self._start()
 
     def again(self, pending: Pending, after: float) -> bool:
-        """Have a segment that `write` could not write wait on, and try it in some seconds, or at a flush.
+        """Queue a segment again that `write` could not write, to be tried after some seconds or at a flush.
 
-        Returns False if so much waits that there is no room for it. Without the lock.
+        Returns False if the queue has no room for it. Call without the lock.
         """
         with self._lock:
             if pending.dropped or self._ending or self.nbytes > self.pace.limit // 2:
@@ -169,7 +169,7 @@ class Writer:
             return True
 
     def drop(self, namespace: bytes) -> list[Pending]:
-        """Forget the segments of a namespace; with the lock held. One that is being written is marked."""
+        """Forget a namespace's segments, and mark one that is being written; call with the lock."""
         gone = [pending for pending in self.all() if pending.namespace == namespace]
         for pending in gone:
             pending.dropped = True
@@ -179,7 +179,7 @@ class Writer:
         return gone
 
     def wait_for_room(self) -> None:
-        """Return when no more than `limit` bytes wait; without the lock."""
+        """Block until at most `limit` bytes wait; call without the lock."""
         with self._lock:
             if self._most_bytes <= self.pace.limit:
                 return
@@ -189,10 +189,10 @@ class Writer:
                 self._wait()
             if self._ending or not self._is_full():
                 return
-        self.flush()  # the thread is gone, so this one writes
+        self.flush()  # the writer thread is gone
 
     def flush(self) -> None:
-        """Return when everything that waits now is written; without the lock. This thread writes, too."""
+        """Block until all queued rows are written; call without the lock. The calling thread writes, too."""
         with self._lock:
             self._close_all()
             waiting = self.all()
@@ -201,20 +201,20 @@ class Writer:
         self.wait_for(waiting)
 
     def wait_for(self, segments: Collection[Pending]) -> None:
-        """Return when the thread is through with those segments that it is writing; without the lock."""
+        """Block while the thread is writing one of these segments; call without the lock."""
         with self._lock:
             while self._is_alive() and any(p in segments and not p.done for p in self._writing):
                 self._wait()
 
     def writes_here(self) -> bool:
-        """Whether the caller is the thread that writes, or in the middle of writing a segment itself."""
+        """Whether the caller is the writer thread, or is writing a segment itself."""
         here = threading.get_ident()
         if self._thread is threading.current_thread():
             return True
         return any(pending.thread == here and not pending.done for pending in list(self._writing))
 
     def end(self) -> None:
-        """End the thread; without the lock. Nothing may be added afterwards."""
+        """End the thread, after which no rows may be added; call without the lock."""
         with self._lock:
             self._ending = True
             self._changed.notify_all()
@@ -225,7 +225,7 @@ class Writer:
             thread.join()
 
     def _wait(self) -> None:
-        """Return when something has changed, or after a second; holds the lock again, even if interrupted."""
+        """Wait for a change, at most a second; takes the lock again even if interrupted."""
         try:
             self._changed.wait(1.0)
         finally:
@@ -233,7 +233,7 @@ class Writer:
                 self._lock.acquire()
 
     def _is_full(self) -> bool:
-        """Whether more than `limit` bytes wait; with the lock held."""
+        """Whether more than `limit` bytes wait; call with the lock."""
         self._most_bytes = self.nbytes
         return self._most_bytes > self.pace.limit
 
@@ -241,7 +241,7 @@ class Writer:
         return self._thread is not None and self._thread.is_alive()
 
     def _start(self) -> None:
-        """Start the thread if there is none; with the lock held."""
+        """Start the thread if there is none; call with the lock."""
         if self._thread is not None or self._ending:
             return
         if self._exit is None:
@@ -249,7 +249,7 @@ class Writer:
         self._thread = threading.Thread(target=self._work, name="torchcache2 writer", daemon=True)
         try:
             self._thread.start()
-        except RuntimeError:  # the interpreter is ending, or there are too many threads: `flush` writes
+        except RuntimeError:  # at interpreter exit, or with too many threads, `flush` writes
             self._thread = None
 
     def _work(self) -> None:
@@ -257,7 +257,7 @@ class Writer:
             self._write_next()
 
     def _wait_for_work(self) -> bool:
-        """Wait until a segment is ready, or old enough; False if the thread has to end."""
+        """Wait until a segment is ready or old enough; False if the thread must end."""
         with self._lock:
             while not self._ready:
                 if self._ending:
@@ -272,7 +272,7 @@ class Writer:
             return True
 
     def _close_if_asked(self) -> float:
-        """Move all segments to those that are ready if others need them; seconds until the next look."""
+        """Mark all segments ready if other processes need them; returns seconds until the next check."""
         if self._seals is int:
             return math.inf
         if (seals := self._seals()) != self._sealed:
@@ -281,7 +281,7 @@ class Writer:
         return _BETWEEN_LOOKS
 
     def close_old(self) -> float:
-        """Move segments that are old enough to those that are ready; with the lock held.
+        """Mark segments ready that are old enough; call with the lock.
 
         Returns the seconds until the next one is old enough.
         """
@@ -317,13 +317,13 @@ class Writer:
             raise
         finally:
             if pending is not None:
-                pending.done = True  # this comes first, as the rest may be interrupted
+                pending.done = True  # first, as an interrupt may skip the rest
             with self._lock:
                 self._writing = [other for other in self._writing if not other.done]
                 self._changed.notify_all()
         return True
 
     def _close_all(self) -> None:
-        # Both change in one statement: an interrupt between two would leave segments in both, or in none.
+        # One statement: an interrupt between two would leave segments in both, or in neither.
         self._ready, self._open = deque([*self._ready, *self._open.values()]), {}
         self._changed.notify_all()

@@ -22,6 +22,7 @@ from torchcache2.tiers.memory import table as table_module
 from torchcache2.tiers.memory.tier import MemoryTier
 from torchcache2.tiers.shared.chunks import Chunks
 from torchcache2.tiers.shared.region import Region
+from torchcache2.tiers.shared.table import SharedTable
 from torchcache2.tiers.shared.tier import SharedTier
 
 JOB = b"a job of 16 byte"
@@ -139,6 +140,18 @@ def test_a_tier_that_is_full_takes_none_at_no_cost(make, monkeypatch):
     monkeypatch.undo()
     tier.drop(NAMESPACES[0])
     assert put(replicas, range(100)) == 100
+
+
+def test_where_some_did_not_fit_others_are_not_tried(make, monkeypatch):
+    tier = make(1_000_000)
+    replicas = Replicas(Stack(tier))
+    filled(replicas)
+    stats, tried = tier.stats(), []
+    monkeypatch.setattr(table_module.ArenaTable, "make_room", lambda *_: tried.append("memory"))
+    monkeypatch.setattr(SharedTable, "put", lambda *_: tried.append("shared"))
+    for start in range(10_000, 10_500, 50):
+        assert put(replicas, range(start, start + 50)) == 0
+    assert tier.stats() == stats and not tried
 
 
 def test_how_often_they_go_is_bounded(make):

@@ -30,9 +30,11 @@ from tests.helpers.storage import (
     warnings_of,
 )
 from torchcache2.files.directory import FINGERPRINT, MIRROR, TAG, TAG_TEXT, CacheDirectory
+from torchcache2.files.filesystem import ulid
 from torchcache2.files.layout import unpack
 from torchcache2.tiers.bucket.mirror import Mirror, MirrorLock
 from torchcache2.tiers.bucket.objects import Objects
+from torchcache2.tiers.bucket.transfers import Transfer, Uploads
 from torchcache2.tiers.disk.sealing import AwaitedUploads
 
 FOLDER = NAMESPACES[0].hex()
@@ -300,6 +302,7 @@ from tests.helpers.remote import mirrored_disk
 from torchcache2.tiers.bucket.connection import Connection
 from torchcache2.tiers.bucket.mirror import Mirror
 from torchcache2.tiers.bucket.objects import Objects
+from torchcache2.tiers.bucket.transfers import Transfer, Uploads
 import json
 path, url, options, what = sys.argv[1:]
 objects = Objects(Bucket.of(url, storage_options=json.loads(options)))
@@ -444,9 +447,18 @@ def test_a_bucket_that_is_left_out_is_not_waited_for_and_told_once(tmp_path, log
         assert "uploaded when somebody uses it again" in told[1]
 
 
+def test_files_that_are_gone_are_not_tried_again(slow, path):
+    directory = CacheDirectory(str(path), Unsynced())
+    directory.create()
+    for name in (FINGERPRINT, f"{ulid()}.safetensors", f"{ulid()}.heads"):
+        assert Uploads(slow, directory).upload(Transfer(FOLDER, name)) is True
+    assert set(slow.written) <= {TAG}
+
+
 def test_over_remote_size_uploads_end_with_one_warning(tmp_path, log):
     place = bucket("file", tmp_path, remote_size=3 * SEGMENT)
     with opened(place) as objects, mirrored(objects, tmp_path / "local") as (disk, mirror):
+        assert objects.write("folder of others/file", bytes(9 * SEGMENT))  # which does not count
         for number in range(4):
             seal_some(disk, [number])
             mirror.flush()

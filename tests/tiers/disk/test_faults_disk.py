@@ -118,15 +118,18 @@ def calls_of(path, **options):
     return len(fs.calls)
 
 
-def cases(calls):
-    """Which call fails, until when, and how.
+def some_of(calls, count=60):
+    """All calls in `make soak`; otherwise about so many, and chance says which."""
+    step = 1 if SOAK else max(1, calls // count)
+    return range(random.randrange(step), calls, step)
 
-    In `make soak` every call once, and from then on; otherwise half of the calls, the other half by chance.
-    """
-    for number in range(0 if SOAK else random.randrange(2), calls, 1 if SOAK else 2):
-        for code in CODES if SOAK else [CODES[number % len(CODES)]]:
+
+def cases(calls):
+    """Which call fails, until when, and how: once, and from then on."""
+    for turn, number in enumerate(some_of(calls)):
+        for code in CODES if SOAK else [CODES[turn % len(CODES)]]:
             yield number, number + 1, code
-        for code in CODES if SOAK else [CODES[number // 6 % len(CODES)]] * (number % 6 < 2):
+        for code in CODES if SOAK else [CODES[turn // 3 % len(CODES)]] * (turn % 3 == 0):
             yield number, None, code
 
 
@@ -206,7 +209,8 @@ def test_any_call_may_fail_while_room_is_made(tmp_path, log, policy):
         for number in range(4):
             put(tier, names[2 * number :][:2], WIDTH, NAMESPACES[1])
             tier.flush()
-            assert size_of(path) <= budget
+            # A folder that may not be read counts as empty.
+            assert size_of(path) <= budget or "listing" in getattr(fs, "failed", ())
         here = found(tier, names, WIDTH, NAMESPACES[1])
         tier.close()
         return here, tier.stats()
@@ -462,8 +466,7 @@ def test_a_process_that_is_killed_at_any_call(tmp_path, log, runs):
     fs = Mortal()
     write_in_turns(tmp_path / "whole", fs, []).close()
     assert runs == bool(list(tmp_path.glob("whole/*/*.run")))
-    total = len(fs.calls)
-    for number in range(total):
+    for number in some_of(len(fs.calls)):
         fs, sealed = Mortal(number), []
         path = tmp_path / str(number)
         abandon(write_in_turns(path, fs, sealed), fs)
@@ -481,7 +484,7 @@ def test_the_power_may_go_at_any_call(tmp_path, log):
     fs = PowerCut(tmp_path / "whole")
     write_in_turns(tmp_path / "whole", fs, []).close()
     total = len(fs.calls)
-    for number in range(total + 1):
+    for number in [*some_of(total), total]:
         path, sealed = tmp_path / str(number), []
         fs = PowerCut(path, number)
         abandon(write_in_turns(path, fs, sealed), fs)

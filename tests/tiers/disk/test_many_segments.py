@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import os
 import threading
+import types
 
 import numpy as np
 import pytest
@@ -417,6 +418,12 @@ class Slow:
             self.writer.close_old()
         while self.writer._write_next():
             pass
+
+
+def test_a_segment_is_large_enough_from_its_target_on():
+    pace = Pace(target=100, limit=1000, delay=1.0)
+    sizes = [types.SimpleNamespace(nbytes=size) for size in (99, 100, 101)]
+    assert list(map(pace.is_enough, sizes)) == [False, True, True]
 
 
 def test_a_job_of_ten_hours_leaves_at_most_500_segments(monkeypatch):

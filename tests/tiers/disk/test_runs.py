@@ -64,6 +64,16 @@ def test_a_new_process_reads_no_head_of_what_runs_have(make, path, codec):
     assert tier.has(keys_of([*names[:5], "nowhere"])).tolist() == [True] * 5 + [False]
 
 
+def test_what_is_in_memory_is_found_without_a_look_at_runs(make, path):
+    fs = Watched()
+    tier = make(fs=fs)
+    fill(tier, 8)
+    put(tier, ["new"])
+    assert runs(path) and Descriptors.spare()
+    fs.calls.clear()
+    assert found(tier, ["new"]) == ["new"] and fs.calls == []
+
+
 def test_ragged_rows_are_found_by_runs_too(make, path):
     tier = make()
     for number in range(12):

@@ -11,6 +11,7 @@ import pytest
 
 from tests.helpers.redis import RedisServer
 from tests.helpers.storage import NAMESPACES, key_of, keys_of, wait_until
+from tests.tiers.claims_contract import ClaimContract, in_thread
 from torchcache2.core.places import Servers
 from torchcache2.tiers.claims import Claim
 from torchcache2.tiers.redis.claims import RedisClaims
@@ -79,52 +80,18 @@ def held(server, namespace=NAMESPACES[0]):
         return sum(1 for _ in client.scan_iter(b"torchcache2:claim:" + namespace.hex().encode() + b":*"))
 
 
-def in_thread(function):
-    """Runs a function in another thread, for which nothing is claimed yet; what it returned."""
-    results = []
-    thread = threading.Thread(target=lambda: results.append(function()))
-    thread.start()
-    thread.join(30)
-    (result,) = results
-    return result
+class TestClaims(ClaimContract):
+    claim, put = staticmethod(claim), staticmethod(write)
 
+    @pytest.fixture
+    def join(self, server, join):
+        return lambda: join(server)
 
-def test_what_one_has_claimed_is_others_to_the_rest(server, two):
-    first, second = two
-    mine, theirs = claim(first, range(8)), claim(second, range(4, 12))
-    assert mine.mine.tolist() == list(range(8)) and len(mine.others) == 0
-    assert theirs.mine.tolist() == [4, 5, 6, 7] and theirs.others.tolist() == [0, 1, 2, 3]
-    write(second, range(8, 12))
-    write(first, range(8))
-    mine.release()
-    assert theirs.wait().tolist() == []
-    assert theirs.appeared.tolist() == [0, 1, 2, 3] and theirs.others.tolist() == []
-    assert (second.tally.waited, second.tally.taken_over) == (4, 0)
-    theirs.release()
-    mine.release()
-    assert held(server) == 0
+    def tally(self, claims):
+        return claims.tally
 
-
-def test_rows_that_were_published_since_are_not_claimed(server, two):
-    first, second = two
-    write(first, range(4))
-    theirs = claim(second, range(8))
-    assert theirs.mine.tolist() == [4, 5, 6, 7] and theirs.others.tolist() == [0, 1, 2, 3]
-    assert held(server) == 4
-    assert theirs.wait().tolist() == [] and theirs.appeared.tolist() == [0, 1, 2, 3]
-    assert held(server) == 0
-
-
-def test_what_was_released_is_taken_over(two):
-    first, second = two
-    mine, theirs = claim(first, range(4)), claim(second, range(6))
-    write(first, [0, 1])
-    mine.release()
-    assert theirs.wait().tolist() == [2, 3]
-    assert theirs.appeared.tolist() == [0, 1] and theirs.others.tolist() == []
-    assert (second.tally.waited, second.tally.taken_over) == (2, 2)
-    again = claim(first, range(6))
-    assert again.mine.tolist() == [4, 5] and again.others.tolist() == [0, 1, 2, 3]
+    def left(self, claims):
+        return sum(map(len, claims.clients.scan(b"torchcache2:claim:*")))
 
 
 class Waiting:
@@ -152,42 +119,6 @@ def test_claims_are_given_up_after_the_rows_that_wait(server, join):
     write(first, range(2))
     outbox.after.pop()()
     assert theirs.wait().tolist() == [] and theirs.appeared.tolist() == [0, 1]
-
-
-def test_nobody_waits_while_holding_a_claim(two):
-    first, second = two
-    one, other = claim(first, [0, 1]), claim(second, [2, 3])
-    crossed = in_thread(lambda: claim(first, [2, 3, 4])), in_thread(lambda: claim(second, [0, 1, 5]))
-    assert [c.mine.tolist() for c in crossed] == [[2], [2]]
-    one.release()
-    other.release()
-    assert sorted(crossed[0].wait().tolist()) == [0, 1]
-    assert sorted(crossed[1].wait().tolist()) == [0, 1]
-
-
-def test_one_of_those_that_wait_takes_over(server, join):
-    all_ = [join(server) for _ in range(4)]
-    mine = claim(all_[0], range(20))
-    taken, lock = [], threading.Lock()
-
-    def work(claims):
-        claimed = claim(claims, range(20))
-        while len(claimed.others):
-            left = claimed.wait().tolist()
-            with lock:
-                taken.extend(left)
-            write(claims, left)
-        claimed.release()
-
-    threads = [threading.Thread(target=work, args=(claims,)) for claims in all_[1:]]
-    for thread in threads:
-        thread.start()
-    time.sleep(0.02)
-    write(all_[0], range(5))
-    mine.release()
-    for thread in threads:
-        thread.join(30)
-    assert sorted(taken) == list(range(5, 20)) and held(server) == 0
 
 
 def test_a_claim_that_ran_out_is_taken_over_and_its_holder_leaves_the_next_one_alone(server, join, short):
@@ -219,29 +150,6 @@ def test_a_claim_lasts_ten_times_the_longest_computation(server, join):
         assert 240_000 < client.pttl(claim_names(keys_of([2]))[0]) <= 250_000
     claimed.release()
     assert claims.seconds == 250.0
-
-
-def test_a_claim_that_nothing_refers_to_is_given_up_at_the_next_call(server, two):
-    first, second = two
-    claim(first, [1])
-    assert held(server) == 1
-    again = claim(first, [2])
-    assert held(server) == 1 and claim(second, [1]).mine.tolist() == [0]
-    again.release()
-
-
-def test_a_thread_that_holds_a_claim_computes_all_and_another_one_waits(server, join):
-    claims = join(server)
-    claims.thread = threading.get_native_id
-    outer = claim(claims, [1, 2])
-    inner = claim(claims, [2, 3])
-    assert not is_claimed(inner) and inner.mine.tolist() == [0, 1]
-    other = in_thread(lambda: claim(claims, [2, 3]))
-    assert other.mine.tolist() == [1] and other.others.tolist() == [0]
-    assert claim(claims, [2], NAMESPACES[1]).mine.tolist() == [0]
-    write(claims, [1, 2])
-    outer.release()
-    assert in_thread(other.wait).tolist() == [] and other.appeared.tolist() == [0]
 
 
 def test_a_thread_does_not_wait_for_itself_through_another_cache_of_its_process(server, two):

@@ -271,8 +271,9 @@ def test_a_replica_is_read_and_not_written(log):
     assert len(texts(log)) == 1
 
 
-def babbler(reply):
-    """A server that answers everything with the same bytes."""
+def babbler(reply, heard=None):
+    """A server that answers everything with the same bytes; what it has `heard` is a list."""
+    heard = [] if heard is None else heard
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve():
@@ -282,7 +283,8 @@ def babbler(reply):
             except OSError:
                 return
             with one:
-                while one.recv(65536):
+                while asked := one.recv(65536):
+                    heard.append(asked)
                     one.sendall(reply)
 
     thread = threading.Thread(target=serve)
@@ -319,6 +321,19 @@ def test_a_strange_answer_is_a_miss(reply):
             assert clients.faults > 0
     finally:
         stop()
+
+
+def test_a_server_that_refuses_what_is_tried_is_asked_for_nothing_else():
+    heard = []
+    port, stop = babbler(b"-NOPERM this user may not do that\r\n", heard)
+    try:
+        with connected(f"redis://127.0.0.1:{port}", pause=0.01, read_timeout=5) as clients:
+            assert get(clients, keys(1)) == [None]
+            wait_until(lambda: get(clients, keys(1)) == [None] and str(heard).count("torchcache2:try") >= 3)
+    finally:
+        stop()
+    name = row_names(keys(1))[0]
+    assert sum(name in asked for asked in heard) == 1
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import collections
 import os
 import sys
-import threading
 import time
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from tests.helpers.storage import CPU, NAMESPACES, found, keys_of, put, rows_of, warnings_of
+from tests.tiers.claims_contract import ClaimContract, in_thread
 from tests.tiers.shared.scripts import JOB
 from torchcache2.core.rows import Rows
 from torchcache2.tiers.shared import tickets as tickets_module
@@ -27,85 +27,15 @@ def claim(tier, names, namespace=NAMESPACES[0]):
     return tier.claim(keys_of(list(names), namespace))
 
 
-def in_thread(function):
-    """Runs a function in another thread, for which nothing is claimed yet; what it returned."""
-    results = []
-    thread = threading.Thread(target=lambda: results.append(function()))
-    thread.start()
-    thread.join(30)
-    (result,) = results
-    return result
+class TestClaims(ClaimContract):
+    claim, put = staticmethod(claim), staticmethod(put)
 
+    def tally(self, tier):
+        return tier._claims.tally
 
-def test_what_one_has_claimed_is_others_to_the_rest(two):
-    first, second = two
-    mine = claim(first, range(8))
-    assert mine.mine.tolist() == list(range(8)) and len(mine.others) == 0
-    theirs = claim(second, range(4, 12))
-    assert theirs.mine.tolist() == [4, 5, 6, 7] and theirs.others.tolist() == [0, 1, 2, 3]
-    put(second, range(8, 12))
-    put(first, range(8))
-    assert theirs.wait().tolist() == []
-    assert theirs.appeared.tolist() == [0, 1, 2, 3] and theirs.others.tolist() == []
-    assert found(second, range(12)) == list(range(12))
-    assert second.counts()["waited"] == 4 and second.counts()["taken_over"] == 0
-
-
-def test_rows_that_have_appeared_since_are_decided_at_once(two):
-    first, second = two
-    put(first, range(4))
-    theirs = claim(second, range(8))
-    assert theirs.mine.tolist() == [4, 5, 6, 7] and theirs.others.tolist() == [0, 1, 2, 3]
-    assert theirs.wait().tolist() == [] and theirs.appeared.tolist() == [0, 1, 2, 3]
-
-
-def test_a_claim_that_was_released_is_taken_over(two):
-    first, second = two
-    mine, theirs = claim(first, range(4)), claim(second, range(6))
-    put(first, [0, 1])
-    mine.release()
-    assert theirs.wait().tolist() == [2, 3]
-    assert theirs.appeared.tolist() == [0, 1] and theirs.others.tolist() == []
-    assert second.counts()["taken_over"] == 2 and second.counts()["waited"] == 2
-    again = claim(first, range(6))
-    assert again.mine.tolist() == [4, 5] and again.others.tolist() == [0, 1, 2, 3]
-
-
-def test_one_of_those_that_wait_takes_over(join):
-    tiers = [join() for _ in range(4)]
-    held = claim(tiers[0], range(20))
-    taken, lock = [], threading.Lock()
-
-    def work(tier):
-        claimed = claim(tier, range(20))
-        while len(claimed.others):
-            left = claimed.wait().tolist()
-            with lock:
-                taken.extend(left)
-            put(tier, left)
-        claimed.release()
-
-    threads = [threading.Thread(target=work, args=(tier,)) for tier in tiers[1:]]
-    for thread in threads:
-        thread.start()
-    time.sleep(0.02)
-    put(tiers[0], range(5))
-    held.release()
-    for thread in threads:
-        thread.join(30)
-    assert sorted(taken) == list(range(5, 20))
-
-
-def test_nobody_waits_while_holding_a_claim(two):
-    first, second = two
-    one, other = claim(first, [0, 1]), claim(second, [2, 3])
-    crossed = in_thread(lambda: claim(first, [2, 3, 4])), in_thread(lambda: claim(second, [0, 1, 5]))
-    assert [c.mine.tolist() for c in crossed] == [[2], [2]]
-    one.release()
-    other.release()
-    # Each waits for the other's first claim, and gives up its own second one before.
-    assert sorted(crossed[0].wait().tolist()) == [0, 1]
-    assert sorted(crossed[1].wait().tolist()) == [0, 1]
+    def left(self, tier):
+        (table,) = tier._tables.open.values()
+        return int(tier._job.board.tickets.held(table.locations).sum())
 
 
 def test_a_claim_holds_though_others_take_the_room_for_its_keys(two, monkeypatch):
@@ -124,26 +54,6 @@ def test_a_claim_holds_though_others_take_the_room_for_its_keys(two, monkeypatch
     monkeypatch.setattr(table._index, "prepare", prepared)
     mine, theirs = claim(first, range(2000, 2008)), claim(second, range(2000, 2008))
     assert mine.mine.tolist() == theirs.others.tolist() == list(range(8))
-
-
-def test_a_claim_goes_when_nothing_refers_to_it_any_more(two):
-    first, second = two
-    claim(first, [1])
-    assert claim(second, [1]).mine.tolist() == [0]
-
-
-def test_a_thread_that_holds_a_claim_computes_all_and_another_one_waits(join):
-    tier = join()
-    outer = claim(tier, [1, 2])
-    inner = claim(tier, [2, 3])
-    assert inner.mine.tolist() == [0, 1] and len(inner.others) == 0
-    other = in_thread(lambda: claim(tier, [2, 3]))
-    assert other.mine.tolist() == [1] and other.others.tolist() == [0]
-    assert claim(tier, [2], NAMESPACES[1]).mine.tolist() == [0]
-    put(tier, [1, 2])
-    outer.release()
-    assert other.wait().tolist() == [] and other.appeared.tolist() == [0]
-    assert claim(tier, [2, 3]).mine.tolist() == [1]
 
 
 def test_whoever_puts_serves_those_who_wait(two):
@@ -263,7 +173,7 @@ def test_more_claims_than_tickets_compute_without(join):
     assert all(len(c.mine) == 1 for c in held)
     for c in held:
         c.release()
-    assert put(tier, range(1100)) == 1100
+    assert put(tier, range(1100)) == 1100 and tier.stats().faults == 0
 
 
 def test_a_thread_does_not_wait_for_itself_through_another_cache_of_its_process(tmp_path):

@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.helpers.storage import CPU, NAMESPACES, found, keys_of, put, value_of, warnings_of
+from tests.helpers.storage import CPU, NAMESPACES, found, key_of, keys_of, put, value_of, warnings_of
 from torchcache2.core.rows import Rows
 from torchcache2.core.settings import CacheSettings
 from torchcache2.tiers.index import KeyTable
@@ -577,3 +577,12 @@ def test_a_budget_of_nothing_keeps_nothing(join):
     tier = join(0)
     assert put(tier, range(10)) == 0 and found(tier, range(10)) == []
     assert tier.stats().bytes == 0
+
+
+def test_wherever_in_the_bookkeeping_a_budget_ends_that_is_no_fault(tmp_path):
+    for pages in range(40):
+        tier = SharedTier(os.urandom(16), 250_000 + 4096 * pages, folder=str(tmp_path))
+        kept = [put(tier, range(3), 4, key_of(number)) for number in range(12)]
+        assert kept[0] == 3 and kept[-1] == 0 and tier.stats().faults == 0
+        assert found(tier, range(3), 4, key_of(0)) == [0, 1, 2]
+        tier.close()

@@ -1,24 +1,24 @@
-"""What the ranks of a process group say to each other: bytes of any length, in step, over gloo.
+"""Messages of any length between the ranks of a process group, in step, over gloo.
 
-In a round of ``gather``, each rank sends the same block to all, by one ``all_to_all``: on 4 ranks that takes
-half of the time of an ``all_gather``, which passes blocks on from rank to rank. A block is::
+In a round of ``gather``, each rank sends the same block to all, by one ``all_to_all``: on 4 ranks this is
+twice as fast as an ``all_gather``, which passes blocks from rank to rank. A block is::
 
     uint32  how many bytes of payload follow; more than fit means: all ranks repeat with larger blocks
     uint32  a checksum of the kind of the round, and of how many rounds there were: the same on all ranks
     payload
     padding
 
-How large blocks are follows from the lengths that were gathered, so it is the same on all ranks, also if they
-make different calls: gloo ends a process that gets more bytes than it expects.
+The size of blocks follows from the gathered lengths, so it is equal on all ranks, even if they make different
+calls: gloo kills a process that gets more bytes than it expects.
 
-While a rank waits, it looks whether its connections are open, and whether the timeout of the group is over. A
-rank that cannot go on says so in the store over which the group has met, so that all raise the same error::
+A waiting rank checks whether its connections are open, and whether the group's timeout is over. A rank that
+cannot continue says so in the group's store, so that all raise the same error::
 
-    here/RANK    this rank has come to its first round
-    failed/RANK  this rank cannot go on; it says so before it closes its connections
-    verdict      why no rank can go on (JSON): the first rank that knows writes it, and all others take it
+    here/RANK    this rank has reached its first round
+    failed/RANK  this rank cannot continue; written before it closes its connections
+    verdict      why no rank can continue (JSON): written by the first rank that knows, used by all
 
-So a rank that is closed and has not failed has ended, and one that has said nothing at all has not come.
+So a rank with closed connections and no ``failed`` has ended, and one without ``here`` has not arrived.
 """
 
 from __future__ import annotations
@@ -49,46 +49,46 @@ if TYPE_CHECKING:  # not all builds of torch have it
 
 _HEAD = struct.Struct("<II")  # of a block, before its payload
 _SMALLEST = 1 << 10  # bytes of payload
-_REVIEW = 64  # after so many rounds that need half of their blocks at most, these get smaller
-_SLICE = timedelta(seconds=0.3)  # so often a wait looks for Ctrl+C and for closed connections
+_REVIEW = 64  # rounds that need at most half of their blocks, after which blocks shrink
+_SLICE = timedelta(seconds=0.3)  # interval at which a wait checks for Ctrl+C and closed connections
 _LONGER = timedelta(minutes=5)
-_LOOKS = 8  # at so many connections; each look costs some bytes until the end of the channel
+_LOOKS = 8  # connections per check; each check costs some bytes for the life of the channel
 _AT_ONCE = timedelta(milliseconds=1)
-_UNUSED = 1 << 20  # a tag with which nothing is ever sent
-_PATIENCE = 1.5  # seconds until ranks that have not failed count as missing; those that wait notice in 0.3 s
-_STORE = 2.0  # seconds until a store that does not answer is given up
+_UNUSED = 1 << 20  # a tag that no message ever has
+_PATIENCE = 1.5  # seconds until ranks without `failed` count as missing; waiting ranks notice in 0.3 s
+_STORE = 2.0  # seconds to wait for an answer of the store
 _ENDED = "ended, so the others cannot go on: see what it printed last"
 _LATE = (
     "not come to this call within {:g} s, which is the timeout of the process group: with "
     "distributed='collective', all ranks have to make the same calls; see cache.join() and cache.alone()"
 )
-_PAUSE = 0.001, 0.05  # seconds between two looks at the store: the first one, and the longest
+_PAUSE = 0.001, 0.05  # seconds between polls of the store: first, and longest
 
 
 def _nothing() -> None:
     pass
 
 
-Verdict = tuple[str, "int | None"]  # why no rank can go on, and the rank that is to blame, if it is one
+Verdict = tuple[str, "int | None"]  # why no rank can continue, and the rank to blame, if it is one
 
 
 class Channel:
-    """How the ranks of a group speak to each other. All of them make it, and call its methods, in step.
+    """Messages between the ranks of a group, all of which make it and call its methods in step.
 
-    One thread of the process that has made it calls them; see `Exchange`.
+    Only one thread of its process may call them; see `Exchange`.
 
-    It has connections of its own, made in the first round, so nothing mixes with what the program sends over
-    the group. It does not keep the group.
+    It opens its own connections in the first round, so its messages never mix with the program's. It does not
+    keep the group alive.
 
     Attributes
     ----------
     rank, size : int
-        Which rank of the group this is, and how many there are.
+        This rank's number in the group, and the number of ranks.
     seconds : float
-        How long this rank has been in its methods.
+        Time that this rank has spent in its methods.
     """
 
-    # A forked process has the parent's groups, but not their threads, for which their destructor would wait.
+    # Kept alive: a forked process lacks the threads that the destructors of inherited groups would wait for.
     _inherited: ClassVar[list[Any]] = []
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -105,14 +105,14 @@ class Channel:
             f"torchcache2/{self.rank}", 1
         )  # the same on all ranks: they make channels together
         self._store = distributed.distributed_c10d.PrefixStore(f"torchcache2/{number}", store)
-        self._ranks = distributed.get_process_group_ranks(group)  # their numbers among all, for messages
+        self._ranks = distributed.get_process_group_ranks(group)  # their global numbers, for messages
         self._others = [rank for rank in range(self.size) if rank != self.rank]
         self._next = itertools.cycle(self._others)
 
     def gather(self, kind: str, data: bytes, meanwhile: Callable[[], None] = _nothing) -> list[bytes]:
-        """What each rank has given to this call, by rank. `kind` is the same on ranks that are in step.
+        """Exchange `data` among all ranks; returns theirs, by rank. Ranks in step have the same `kind`.
 
-        ``meanwhile()`` is called once the data is on its way.
+        Calls ``meanwhile()`` once the data is being sent.
         """
         with self:
             self._number += 1
@@ -134,12 +134,12 @@ class Channel:
             return found.read(lengths)
 
     def swap(self, data: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Send to each rank its part of some bytes, and return what all have sent to this one, by rank.
+        """Send each rank its part of `data`, and return what all ranks sent to this one, by rank.
 
         Parameters
         ----------
         data : Tensor, uint8, (sum of `sent`,)
-            On another device than the CPU, it goes through the user's group if that can do it.
+            From a device other than the CPU, it goes through the user's group if that supports it.
         sent, received : sequence of int
             How many bytes go to each rank, and come from each.
 
@@ -158,19 +158,19 @@ class Channel:
             if group is None or not is_direct:
                 self._wait(self._gloo.alltoall_base, result, data.cpu(), list(received), list(sent))
                 return result.to(place)
-            try:  # not in slices: NCCL takes the end of a wait for a failure
+            try:  # in one wait: NCCL takes an expired wait for a failure
                 group.alltoall_base(result, data, list(received), list(sent)).wait()
             except RuntimeError as error:
                 raise self._failed(str(error)) from error
             return result
 
     def sends_from(self, device: torch.device) -> bool:
-        """Whether the user's group sends tensors of a type of device, so that they need not be on the CPU."""
+        """Whether the user's group can send tensors on this device, without a copy to the CPU."""
         group = self._group()
         return group is not None and device.type != "cpu" and device.type in _devices(group)
 
     def close(self, why: str = "") -> None:
-        """Give up the connections, so that no rank waits. Later calls of all ranks raise `RankError`."""
+        """Close the connections, so that no rank waits. Later calls of all ranks raise `RankError`."""
         if self._pid == os.getpid() and self._why is None:
             text = why or f"rank {self.rank} has closed the exchange between the ranks"
             self._why = text, self.rank
@@ -182,7 +182,7 @@ class Channel:
             Channel._inherited.append(self._gloo)
 
     def __enter__(self) -> None:
-        """Begin to speak with the other ranks."""
+        """Connect to the other ranks if need be; raise `RankError` if the channel has failed."""
         self._since = time.perf_counter()
         if self._why is None and self._gloo is None:
             try:
@@ -194,7 +194,7 @@ class Channel:
             raise RankError(*self._why)
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        """Let the others know if this rank cannot go on."""
+        """Tell the other ranks if this rank cannot continue."""
         self.seconds += time.perf_counter() - self._since
         if error is not None:
             self.close(f"rank {self.rank} cannot go on: {error!r}")
@@ -203,9 +203,9 @@ class Channel:
         try:
             self._why = self._met("here", self._timeout.total_seconds())
             if self._why is None:
-                # Not by `new_group`: its name for a group counts the groups that this rank is in, so ranks
-                # that are in different numbers of groups would never meet. And with a longer timeout: when it
-                # is over, gloo closes the connections, which would look as if this rank had ended.
+                # Not `new_group`: its names count the groups of this rank, so ranks in different numbers of
+                # groups would never meet. With a longer timeout: when it expires, gloo closes the
+                # connections, as if this rank had ended.
                 self._gloo = distributed.distributed_c10d.ProcessGroupGloo(
                     self._store, self.rank, self.size, self._timeout + _LONGER
                 )
@@ -219,7 +219,7 @@ class Channel:
             end = time.monotonic() + self._timeout.total_seconds()
             while not _is_done(work):
                 if self._closed(itertools.islice(self._next, min(_LOOKS, self.size - 1))):
-                    if _is_done(work):  # a rank has ended after all that it had to send was sent
+                    if _is_done(work):  # a rank has ended after sending everything
                         break
                     raise RuntimeError("a connection is closed")
                 if time.monotonic() > end:
@@ -232,7 +232,7 @@ class Channel:
         return self._gloo.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], rank, _UNUSED)
 
     def _closed(self, ranks: Iterator[int] | Sequence[int]) -> list[int]:
-        """Those of some other ranks to which the connection is closed."""
+        """Those of `ranks` to which the connection is closed."""
         closed = []
         for rank in ranks if self._gloo is not None else ():
             try:
@@ -243,14 +243,14 @@ class Channel:
 
     def _end(self) -> None:
         for rank in self._others if self._gloo is not None else ():
-            # When a wait for a message ends without it, gloo closes the connections to all ranks. There is no
-            # other way to close them that all supported versions of torch have.
+            # When a wait for a message expires, gloo closes the connections to all ranks. Not all supported
+            # versions of torch have another way to close them.
             with contextlib.suppress(RuntimeError):
                 self._look(rank).wait(_AT_ONCE)
         self._gloo = None
 
     def _failed(self, error: str) -> RankError:
-        """Find out with the other ranks why none can go on, and close the connections of this one."""
+        """Agree with the other ranks on the cause of a failure, and close this rank's connections."""
 
         def found() -> Verdict:
             text = f"the ranks are out of step, or have lost their connection: {error}"
@@ -258,7 +258,7 @@ class Channel:
 
         self._why = self._asked(found, _PATIENCE + _STORE)
         if self._why is None:
-            # The store does not answer. Most often the rank that held it has ended: rank 0 of all ranks.
+            # The store does not answer. Most likely its rank has ended: global rank 0.
             closed = self._closed(self._others)
             gone = [rank for rank in closed if self._ranks[rank] == 0] or closed
             text = (
@@ -288,12 +288,12 @@ class Channel:
         return self._settled("", None)
 
     def _settled(self, text: str, rank: int | None) -> Verdict:
-        """The verdict of the first rank that has one."""
+        """Propose a verdict; returns that of the first rank to do so."""
         text, rank = json.loads(self._store.compare_set("verdict", "", json.dumps([text, rank])))
         return text, rank
 
     def _asked(self, question: Callable[[], Verdict], seconds: float = _STORE) -> Verdict | None:
-        """The answer of the store; None if it has failed, or does not answer."""
+        """The store's answer; None if it fails, or does not answer."""
         answers: list[Verdict] = []
 
         def ask() -> None:
@@ -321,7 +321,7 @@ class _Round:
     def __init__(self, size: int, capacity: int) -> None:
         self.capacity, self.too_large = capacity, 0
         width = _HEAD.size + capacity
-        with torch.inference_mode(False):  # or only calls in inference mode could use these buffers
+        with torch.inference_mode(False):  # else only inference mode could use these buffers
             self.sent, self.received = torch.zeros(2, size, width, dtype=torch.uint8, device="cpu").unbind()
         self._sent, received = self.sent.numpy(), self.received.numpy()
         self.heads = received[:, : _HEAD.size].view(np.uint32).T  # the lengths, and the marks
@@ -340,13 +340,13 @@ def _is_done(work: Any) -> bool:
         work.wait(_SLICE)
     except RuntimeError:
         if work.is_completed():
-            work.wait()  # it raises the error of the work itself, if that was not what has been raised
+            work.wait()  # raises the work's own error, if there is one
             return True
         return False
     return True
 
 
 def _devices(group: ProcessGroup) -> list[str]:
-    """The types of devices of which a group sends tensors."""
+    """The types of devices whose tensors a group can send."""
     parts = distributed.get_backend_config(group).split(",")  # such as "cpu:gloo,cuda:nccl"
     return [part.partition(":")[0] for part in parts]

@@ -1,26 +1,24 @@
-"""How ranks in step find, compute and send the rows of a call, each item once.
+"""How ranks in step find, compute and send rows, so that each item is computed once.
 
-A call of a cache with ``distributed="collective"`` is a *step*, which all ranks of a process group take
-together, in rounds, in which all ranks tell all the same bytes, see `Channel.gather`. What a round brings is
-the same for all, so all decide alike.
+A call of a cache with ``distributed="collective"`` is a *step* that all ranks of a process group take
+together, in rounds. In a round, each rank sends one message to all (`Channel.gather`). As all ranks see the
+same messages, all decide alike.
 
-1. **ask**: each rank looks in its own tiers, and says which keys it lacks (`Ask`). If any rank says that the
-   rows of a namespace are to be dropped, all drop them, and repeat the round. If no rank asks for anything,
-   the step ends here.
-   **parts**, only if ranks call with different namespaces for the first time: JSON that says what the
-   namespace of a rank stands for. The first rank then warns of what differs.
-2. **have**: one rank of each memory reads the rows that others ask for, and offers them (`Offer`). From this
-   each rank derives the same plan: who sends each row, and who computes those that nobody has.
-3. **tell**, only if any are computed: those who have computed rows offer them.
-4. One ``all_to_all_single`` of bytes, only if rows are to be sent: see `Asked`.
-   **run**, only of sharded modules: a byte, 1 if this rank has to run its forward. If one has, all run
-   theirs. They know it after round 1 already, and go on to no other, if a rank passes its call by, or finds
-   rows of which no output can be made.
+1. **ask**: each rank looks in its own tiers, and sends the keys that it lacks (`Ask`). If a rank asks to drop
+   a namespace, all drop it, and repeat the round. If no rank asks for anything, the step ends here.
+   **parts**, only if ranks call with different namespaces for the first time: a description of each rank's
+   namespace, as JSON. The first rank then warns of the differences.
+2. **have**: one rank per shared memory reads the rows that others ask for, and offers them (`Offer`). From
+   this each rank derives the same plan: which rank sends each row, and which computes those that no rank has.
+3. **tell**, only if rows are computed: the ranks that computed rows offer them.
+4. One all-to-all exchange of bytes, only if rows must be sent: see `Asked`.
+   **run**, only for sharded modules: a byte, 1 if this rank must run its forward; then all run theirs. If a
+   rank bypasses, or must run in any case, all know this after round 1, and skip the other rounds.
 
-A stage between two rounds that raises does not keep a rank from the next round: there it says that it has
-failed. Then all ranks raise: that rank its exception, and the others a `RankError`.
+If a rank raises between two rounds, it still takes part in the next one, to report the failure. Then all
+ranks raise: that rank its exception, and the others a `RankError`.
 
-An `Exchange` takes the steps of a process group. A cache that calls in step has a `Collective`.
+An `Exchange` takes the steps of a process group. Each cache in step has a `Collective`.
 """
 
 from __future__ import annotations
@@ -65,16 +63,16 @@ if TYPE_CHECKING:  # not all builds of torch have it
 
 
 _CPU = torch.device("cpu")
-_USUAL = Flag.SHARDED | Flag.CUDA  # what ranks may say that need nothing
-_PLACE = 16  # bytes, at the end of what each rank says in round 1
+_USUAL = Flag.SHARDED | Flag.CUDA  # flags that request nothing
+_PLACE = 16  # bytes at the end of each `Ask`
 _NOWHERE: Positions = np.empty(0, np.int64)
-_MOST_COMPARED = 8  # modules that change at every step are compared no more
+_MOST_COMPARED = 8  # then stop comparing, as modules may change at every step
 _TOLD = "_torchcache2_told"
 _APART = ContextVar("torchcache2_apart", default=False)
 
 
 class apart:  # noqa: N801
-    """Within this context, cached modules answer this thread without the other ranks."""
+    """In this context, cached modules answer this thread without the other ranks."""
 
     def __enter__(self) -> None:
         self._token = _APART.set(True)
@@ -84,27 +82,27 @@ class apart:  # noqa: N801
 
 
 def is_apart() -> bool:
-    """Whether this thread is within `apart`."""
+    """Whether this thread is in an `apart` context."""
     return _APART.get()
 
 
 def is_told(error: BaseException) -> bool:
-    """Whether a step has ended with this error in all ranks, so that no rank goes on."""
+    """Whether a step has ended with this error in all ranks."""
     return hasattr(error, _TOLD)
 
 
 class Holdings:
-    """What one rank has: the rows of its tiers, and replicas of rows that other ranks own.
+    """The rows of one rank: those of its tiers, and replicas of rows that other ranks own.
 
-    Replicas are in room of the memory tier that nothing else needs. They never go to a slower tier, make room
-    before any other row does, and go with their namespace.
+    Replicas use room of the memory tier that nothing else needs. They never go to a slower tier, are evicted
+    before any other row, and are dropped with their namespace.
 
     Attributes
     ----------
     dropped : dict of bytes
-        Namespaces that were dropped, in this order, until the other ranks have dropped them, too.
+        Namespaces dropped here, in order, until the other ranks have dropped them, too.
     had_all : bool
-        Whether the last batch was found: then so may the next one be.
+        Whether the whole last batch was found: then the next one may be, too.
     """
 
     def __init__(self, tiers: TierStack) -> None:
@@ -115,12 +113,12 @@ class Holdings:
 
     @functools.cached_property
     def place(self) -> bytes:
-        """16 bytes that are equal for the ranks whose memory is one."""
+        """16 bytes, equal for ranks that share memory."""
         job = job_of(self._tiers.settings, self._tiers.name) if self._tiers.tiers[0].is_shared else None
         return self._own if job is None else digest([job, machine().encode()])
 
     def get(self, keys: Keys) -> Parts:
-        """The rows that are in the tiers or among the replicas: one part for each schema."""
+        """The rows in the tiers or among the replicas: one part for each schema."""
         parts = self.owned(keys)
         if len(parts) == 1 and len(parts[0][0]) == len(keys):
             return parts
@@ -135,11 +133,11 @@ class Holdings:
         return bool(has.all()) or bool((has | tier.has(_as_replicas(keys))).all())
 
     def owned(self, keys: Keys) -> Parts:
-        """The rows that are in the tiers."""
+        """The rows in the tiers."""
         return list(self._tiers.get(keys).parts)
 
     def put_replicas(self, keys: Keys, rows: Rows) -> int:
-        """Keep rows that another rank owns, as long as there is room for them; how many were kept."""
+        """Keep rows that another rank owns, if there is room; returns how many were kept."""
         return self._tiers.tiers[0].keep_replicas(_as_replicas(keys), rows)
 
     def drop(self, namespace: bytes) -> None:
@@ -154,27 +152,26 @@ def _as_replicas(keys: Keys) -> Keys:
 
 @dataclasses.dataclass
 class Received:
-    """What a step has brought to this rank.
+    """The result of a step for this rank.
 
     Attributes
     ----------
     parts : list of (ndarray of int64, Rows)
-        Rows, and which of the keys they have that this rank has asked for: those that it has computed itself,
-        and those of other ranks.
+        Computed and received rows, with their positions among the keys that this rank asked for.
     lacking : ndarray of int64
-        Which of these keys nobody has sent: this rank computes them now.
+        Positions of keys without a row: this rank computes them now.
     refused : tuple of str, optional
-        Why the output must not be stored, as another rank has found: a reason and a sentence.
+        Another rank's reason why the output must not be stored: a word and a sentence.
     refusal : RefusedError, optional
-        Why this rank's own part has not stored what it has computed.
+        Why this rank has not stored what it computed.
     all_pass : bool
-        Whether all ranks pass their call by, so that what it calls is called by all.
+        Whether all ranks bypass, so that all call the modules within.
     notes : list of str
-        What the ranks know of calls like theirs; see `Part.note`.
+        What the ranks know about such calls; see `Part.note`.
     from_others, to_others : int
         How many rows this rank has received and sent.
     must_run : bool
-        Whether this rank runs its forward even if it lacks nothing, since other ranks wait in it.
+        Whether this rank must run its forward even if it lacks nothing, since other ranks wait in theirs.
     """
 
     parts: Parts = dataclasses.field(default_factory=list)
@@ -188,14 +185,14 @@ class Received:
     must_run: bool = False
 
     def context(self) -> AbstractContextManager[None]:
-        """The context of the forward: unless all ranks run it, they do not all call the modules within."""
+        """The context of the forward: `apart`, unless all ranks run it and so call the modules within."""
         return contextlib.nullcontext() if self.all_pass or self.must_run else apart()
 
 
 class Part:
-    """What one rank does in one step; an exception in any of this is told to the other ranks.
+    """What one rank does in one step; the other ranks are told of an exception in any method.
 
-    This one asks for nothing: the rank passes its call by, raises, or has left.
+    This class asks for nothing: the rank bypasses, raises, or has left.
     """
 
     namespace = bytes(16)
@@ -203,53 +200,53 @@ class Part:
     device = _CPU  # where rows are used
 
     def __init__(self, name: str, holdings: Holdings, flags: int, error: Exception | None = None) -> None:
-        self.name = name  # of what is called, for people
+        self.name = name  # of the module or function, for messages
         self.holdings = holdings
-        self.flags = flags  # what is known of this rank after `find`
+        self.flags = flags  # `Flag`s of this rank, known after `find`
         self._error = error
 
     def find(self) -> Bytes2D:
-        """The distinct keys that this rank has to ask for; called again if rows were dropped meanwhile."""
+        """The distinct keys to ask for; called again if rows were dropped meanwhile."""
         if self._error is not None:
             raise self._error
         return NO_KEYS
 
     def read(self) -> None:
-        """Called while the other ranks are told what was found."""
+        """Called while the message is on its way to the other ranks."""
 
     def description(self) -> Mapping[str, Any]:
         """What the namespace stands for, as JSON."""
         return {}
 
     def note(self) -> str:
-        """What is known of calls like this by now, for ranks that do not know it yet."""
+        """What this rank knows about such calls, for ranks that do not know it yet."""
         return ""
 
     def is_enough(self, received: Received) -> bool:
-        """Whether the output can be made of what is there, without a forward."""
+        """Whether the output can be made without a forward."""
         return True
 
     def compute(self, wanted: Positions) -> Rows:
-        """The rows of some of these keys; they are stored by then."""
+        """Compute and store the rows of some of these keys."""
         raise NotImplementedError
 
 
 class Exchange:
-    """The steps that the ranks of a process group take together.
+    """Takes steps with the other ranks of a process group.
 
-    One thread of a rank takes a step at a time. If a step is interrupted, the channel is closed, so that
+    Only one thread of a rank may take a step at a time. An interrupt in a step closes the channel, so that
     the other ranks do not wait.
 
     Attributes
     ----------
     channel : Channel
-        Between the ranks of the group.
+        The channel between the ranks of the group.
     steps : int
         How many were taken.
     """
 
-    # Process groups are state of the process, and torch itself keeps them so. All decorated modules of a
-    # group share one exchange: with two, ranks that call different modules would wait in different ones.
+    # Class state, as process groups are global in torch, too. All caches of a group share one exchange: with
+    # two, ranks that call different modules would wait in different ones.
     _of_group: ClassVar[WeakKeyDictionary[ProcessGroup, Exchange]] = WeakKeyDictionary()
     _making: ClassVar[threading.Lock] = threading.Lock()
 
@@ -258,14 +255,14 @@ class Exchange:
         self.steps = 0
         self._schemas = Schemas()
         self._compared: set[tuple[bytes, ...]] = set()  # the same on all ranks
-        self._holdings: WeakSet[Holdings] = WeakSet()  # of all caches that were called
-        self._called: WeakValueDictionary[str, Holdings] = WeakValueDictionary()  # the last one of each name
+        self._holdings: WeakSet[Holdings] = WeakSet()  # of all caches called so far
+        self._called: WeakValueDictionary[str, Holdings] = WeakValueDictionary()  # the last one by name
         self._pid, self._thread = os.getpid(), threading.Lock()
         self._do_all_know = False
 
     @classmethod
     def of(cls, group: ProcessGroup) -> Exchange:
-        """That of a group in this process; it goes when the group goes."""
+        """The exchange of a group in this process; it lives as long as the group."""
         found = cls._of_group.get(group)
         if found is None:
             with cls._making:
@@ -273,14 +270,14 @@ class Exchange:
         return found
 
     def step(self, part: Part) -> Received | None:
-        """Take a step with all ranks; returns what it has brought, None if all ranks have left.
+        """Take a step with all ranks; returns its result, None if all ranks have left.
 
         Raises
         ------
         RankError
-            If another rank has failed, ended or not come, or calls something else.
+            If another rank has failed, ended, not arrived, or calls something else.
         Exception
-            What this rank's own part has raised, after all others know.
+            What this rank's own part raised, once all ranks know.
         """
         if os.getpid() != self._pid:
             raise RankError(
@@ -295,10 +292,10 @@ class Exchange:
             )
         self._do_all_know = False
         try:
-            with apart():  # not all ranks compute, so modules within this one are called by some only
+            with apart():  # not all ranks compute, so only some call the modules within
                 return self._taken(part)
         except BaseException:
-            if not self._do_all_know:  # who leaves a step that others are in closes the channel
+            if not self._do_all_know:  # do not leave the others waiting in this step
                 self.channel.close()
             raise
         finally:
@@ -312,7 +309,7 @@ class Exchange:
         active = [ask for ask in asks if not ask.flags & Flag.DONE]
         if not active:
             return None
-        if part.flags & Flag.DONE:  # others may call other modules
+        if part.flags & Flag.DONE:  # the others may call another module
             part.holdings = self._called.get(active[0].caller, part.holdings)
         if all(ask.flags & Flag.BYPASS for ask in active):
             return Received(all_pass=True)
@@ -321,7 +318,7 @@ class Exchange:
         return self._answered(part, asks) if any(len(ask.keys) for ask in asks) else Received()
 
     def _ask(self, part: Part) -> list[Ask]:
-        """Round 1: what all ranks say; nothing if no rank needs anything."""
+        """Round 1: the requests of all ranks; empty if no rank needs anything."""
         holdings = part.holdings
         self._called[part.name] = holdings
         self._holdings.add(holdings)
@@ -355,7 +352,7 @@ class Exchange:
                     one.drop(namespace)
 
     def _check_in_step(self, asks: Sequence[Ask]) -> None:
-        """Raise `RankError` if the ranks that have asked this cannot take a step together."""
+        """Raise `RankError` if the ranks' requests do not fit together."""
         active = [(rank, ask) for rank, ask in enumerate(asks) if not ask.flags & Flag.DONE]
         text = ""
         if len(active) < len(asks) and _any(asks, Flag.SHARDED):
@@ -368,14 +365,14 @@ class Exchange:
                     f"{other.caller}. With distributed='collective' all ranks call the same modules in the "
                     "same order; for calls of some ranks only there are cache_instance.alone() and join()"
                 )
-            # A rank that passes its call by does not say whether its module is sharded.
+            # A bypassing rank does not say whether its module is sharded.
             elif (one.flags ^ other.flags) & Flag.SHARDED and not _any([one, other], Flag.BYPASS):
                 text = f"{one.caller} is sharded on some ranks, and whole on others"
         if text:
             raise self._known(RankError(text))
 
     def _compare(self, part: Part, asks: Sequence[Ask]) -> None:
-        """Warn in the first rank if another one has a namespace of its own, as they then share nothing."""
+        """Warn, in the first rank, if ranks have different namespaces, as these share no rows."""
         ranks = [rank for rank, ask in enumerate(asks) if not ask.flags & (Flag.BYPASS | Flag.DONE)]
         namespaces = tuple(asks[rank].namespace for rank in ranks)
         is_new = namespaces not in self._compared and len(self._compared) < _MOST_COMPARED
@@ -451,7 +448,7 @@ class Exchange:
         return received
 
     def _offered(self, kind: str, make: Callable[[], Offer]) -> list[Offer]:
-        """What all ranks offer in a round; raises if one has failed."""
+        """A round of offers; returns those of all ranks, and raises if one has failed."""
         failure: Exception | None = None
         try:
             offer = make()
@@ -474,22 +471,22 @@ class Exchange:
         received.to_others = asked.rows_sent
 
     def _check_failures(self, said: Sequence[tuple[int, str]], own: Exception | None) -> None:
-        """Raise if a rank has failed: its own exception in that rank, a `RankError` in the others."""
+        """Raise if a rank has failed: in that rank its own exception, in the others `RankError`."""
         for rank, (flags, text) in enumerate(said):
             if flags & Flag.FAILED:
                 text = f"rank {rank} has failed, so that no rank goes on: {text}"
                 raise self._known(RankError(text, rank) if own is None else own)
 
     def _known(self, error: Exception) -> Exception:
-        """Note that this step ends with an error in all ranks; returns the error."""
+        """Record that this step ends with an error in all ranks; returns the error."""
         self._do_all_know = True
         with contextlib.suppress(AttributeError, TypeError):
-            # To keep the error itself would keep the tensors of the call, by its traceback.
+            # A mark on the error, as keeping the error would keep the call's tensors, by its traceback.
             setattr(error, _TOLD, (id(self), self.steps))
         return error
 
     def has_told(self, error: BaseException | None, since: int) -> bool:
-        """Whether a step after number `since` has ended with an error, or with one that it followed from."""
+        """Whether a step after number `since` ended with this error, or with one of its causes."""
         while error is not None:
             of, step = getattr(error, _TOLD, (0, 0))
             if of == id(self) and step > since:
@@ -499,7 +496,7 @@ class Exchange:
 
 
 def _read(of: Callable[[bytes], Any], said: Sequence[bytes]) -> list[Any]:
-    """What the ranks have said; `RankError` if one has another version of this library."""
+    """Decode the messages of all ranks; `RankError` if one has another version of this library."""
     read = []
     for rank, data in enumerate(said):
         try:
@@ -527,33 +524,33 @@ def _others(count: int, parts: Parts) -> Positions:
 
 
 class Collective:
-    """What a cache with ``distributed="collective"`` has: its part in the steps of all ranks."""
+    """The part of one cache with ``distributed="collective"`` in the steps of all ranks."""
 
     def __init__(self, settings: CacheSettings, tiers: TierStack, counters: Counters, name: str) -> None:
         self.holdings = Holdings(tiers)
-        self.name = tiers.name or name  # of what the ranks call: equal in all of them, if they are in step
+        self.name = tiers.name or name  # of the called module: equal in all ranks in step
         self._settings, self._counters = settings, counters
 
     def exchange(self) -> Exchange | None:
-        """What the ranks take steps with; None if this process makes its calls alone."""
+        """The exchange for this cache's steps; None if this process makes its calls alone."""
         if is_apart() or get_worker_info() is not None:
             return None
         group = group_of(self._settings.process_group)
         return None if group is None else Exchange.of(group)
 
     def place(self) -> Place:
-        """Which rank this is, of those that share out the items of a warmup."""
+        """The number of this rank, and of all ranks, to divide the items of a warmup."""
         exchange = self.exchange()
         return Place(0, 1) if exchange is None else Place(exchange.channel.rank, exchange.channel.size)
 
     def drop(self, namespace: bytes) -> None:
-        """Forget every row of a namespace; the other ranks are told in the next step."""
+        """Forget every row of a namespace; the next step tells the other ranks."""
         self.holdings.drop(namespace)
         self.holdings.dropped[namespace] = None
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
-        """Around a loop: see `Cache.join`."""
+        """Encloses a loop: see `Cache.join`."""
         exchange = self.exchange()
         if exchange is None:
             yield
@@ -569,7 +566,7 @@ class Collective:
             pass
 
     def stand_by(self, error: Exception | None = None) -> AbstractContextManager[None]:
-        """Take part in a step without keys: this rank passes its call by, or raises an error.
+        """Take part in a step without keys: this rank bypasses, or raises an error.
 
         Returns the context in which the call is made.
         """
@@ -583,7 +580,7 @@ class Collective:
         """The output of a batch of a cache, in one step of all ranks."""
         part = _BatchPart(self.name, self.holdings, cache, batch)
         received = self._step(exchange, part)
-        assert received is not None  # this rank has not left
+        assert received is not None  # this rank has not left `join`
         if received.refusal is not None:
             raise received.refusal
         with received.context():
@@ -599,7 +596,7 @@ class Collective:
 
 
 class _BatchPart(Part):
-    """The part of a rank in a step that calls with a batch."""
+    """The part of a rank that calls with a batch."""
 
     def __init__(self, name: str, holdings: Holdings, cache: Any, batch: Batch) -> None:
         super().__init__(name, holdings, 0)
@@ -611,7 +608,7 @@ class _BatchPart(Part):
         self._whole: Any = None  # the output of the whole batch, if all of it was computed at once
 
     def find(self) -> Bytes2D:
-        """The distinct keys that this rank does not have."""
+        """The distinct keys that this rank lacks."""
         batch = self._batch
         self.flags = Flag.WHOLE * self._source.runs_whole_batch() | Flag.SHARDED * self._source.is_sharded
         may_have_all = self.holdings.had_all and len(batch.keys) > 0 and not self._source.is_sharded
@@ -642,34 +639,34 @@ class _BatchPart(Part):
         return self._source.description(self.namespace)
 
     def read(self) -> None:
-        """Read rows of which only the keys were looked up; some may have gone meanwhile."""
+        """Read the rows whose keys `find` only looked up; some may be gone meanwhile."""
         if self._is_read_later:
             try:
                 self._look()
-            except Exception as error:  # the others have what they need, so it is raised after the step
+            except Exception as error:  # raised after the step: the other ranks do not depend on it
                 self._error = error
 
     def note(self) -> str:
-        """Whether items do not depend on their batch, as far as that is known."""
+        """What is known about whether items depend on their batch."""
         return self._source.checks.note(has_run=self._has_run)
 
     def is_enough(self, received: Received) -> bool:
-        """Whether the output can be made of what is there, without a forward; it is kept.
+        """Whether the output can be made without a forward; keeps the output.
 
-        Rows may not stack, or the output may have values that differ from batch to batch.
+        Rows of different shapes do not stack, and an output may have values that change with the batch.
         """
         batch, batch.may_run = self._batch, False
         try:
             self._whole = self.output(received)
             return True
-        except (NotRunError, Exception):  # it is raised again when the output is made
+        except (NotRunError, Exception):  # making the output raises it again
             batch.misses = batch.computed = 0
             return False
         finally:
             batch.may_run = True
 
     def compute(self, wanted: Positions) -> Rows:
-        """The rows of some of these keys, computed with the hits that are to be checked, and stored."""
+        """Compute and store the rows of some of these keys, and compute the hits to check."""
         assert self._hits is not None
         self._has_run = True
         batch, mine = self._batch, self._misses.distinct[wanted]
@@ -680,12 +677,12 @@ class _BatchPart(Part):
         return rows
 
     def output(self, received: Received) -> Any:
-        """The output of the batch, after a step has brought what this rank did not have."""
+        """The output of the batch, after a step has provided the missing rows."""
         if self._error is not None:
             try:
                 raise self._error
             finally:
-                self._error = None  # its traceback refers to this part: a cycle, which would keep tensors
+                self._error = None  # its traceback refers to this part: a cycle that would keep tensors
         batch, cache, hits, parts = self._batch, self._cache, self._hits, received.parts
         if hits is None:
             return cache.not_stacked(batch)
@@ -700,7 +697,7 @@ class _BatchPart(Part):
             and parts
             and not self._source.checks.is_known(received.notes)
         ):
-            # No rank has probed a batch like this one, so rows of others may depend on their batches.
+            # No rank has probed such a batch, so rows of other ranks may depend on their batches.
             received.lacking, parts = np.arange(len(self._keys)), []
         if self._is_read_later:
             received.lacking = np.arange(len(self._keys))
@@ -724,6 +721,6 @@ class _BatchPart(Part):
 
 
 def _is_output(positions: Positions, rows: Rows) -> bool:
-    """Whether the only part is in order, and shares no memory: what others have sent lies in one block."""
+    """Whether the only part is in order, and owns its memory: rows of other ranks lie in one block."""
     is_in_order = len(positions) < 2 or bool((positions[1:] > positions[:-1]).all())
     return is_in_order and all(column.untyped_storage().nbytes() == column.nbytes for column in rows.columns)

@@ -1,6 +1,6 @@
-"""Which keys ranks ask for in a step, who looks for their rows, who computes them, and who sends them.
+"""The plan of a step: the keys that ranks ask for, and which rank reads, computes or sends each row.
 
-Every rank derives the same from what all have said, so none of this is ever sent.
+Every rank derives the same plan from the messages of all, so the plan itself is never sent.
 """
 
 from __future__ import annotations
@@ -16,45 +16,45 @@ from torchcache2.core.rows import Parts, Rows
 from torchcache2.engine.collective.channel import Channel
 from torchcache2.engine.collective.wire import Ask, Flag, Offer, Schemas, Told, packed, unpacked
 
-_MOST_PARTS = 65_535  # of the rows that a rank offers in a step
+_MOST_PARTS = 65_535  # most parts of the rows that a rank offers in a step
 
 
 class Asked:
-    """The distinct pairs of namespace and key that ranks ask for in a step, and their rows.
+    """The distinct pairs of namespace and key that ranks ask for in a step, and the rows offered.
 
-    The keys are in an order that all ranks derive. From each source to each rank that asks for its keys go
-    their rows, by number of the part that the source has offered, then in the order of the keys.
+    All ranks derive the same order of keys. Each source sends each asking rank its rows sorted by part (as
+    numbered in the source's offer), then by key.
 
     Parameters
     ----------
     asks : sequence of Ask
-        What the ranks have asked for.
+        The requests of all ranks, by rank.
     rank : int
         This one.
     schemas : Schemas
-        Those that were told.
+        Schemas known from messages.
 
     Attributes
     ----------
     data : ndarray of uint8, shape (n, 16)
         The keys.
     words : ndarray of uint64, shape (n,)
-        A part of each.
+        The first half of each key.
     by : ndarray of bool, shape (n, ranks)
         Which rank asks for which key.
     mine : ndarray of int64, shape (k,)
-        Which of the n keys each of the k keys is that this rank asks for, in its own order.
+        Positions, among the n keys, of the k keys that this rank asks for, in its own order.
     number : ndarray of uint16, shape (n, ranks)
-        What each rank has offered of each key; see `Offer`.
+        The number of the part in which each rank offers each key; see `Offer`.
     source : ndarray of int64, shape (n,)
-        The rank whose row of each key is sent.
+        The rank that sends each key's row.
     rows_sent : int
-        By this rank.
+        How many rows this rank sends.
     """
 
     def __init__(self, asks: Sequence[Ask], rank: int, schemas: Schemas) -> None:
         self._asks, self._rank, self._schemas = asks, rank, schemas
-        numbers: dict[bytes, int] = {}  # of each namespace and key, as they come first
+        numbers: dict[bytes, int] = {}  # of each pair, in order of first appearance
         asked = [[numbers.setdefault(pair, len(numbers)) for pair in ask.pairs()] for ask in asks]
         pairs = np.frombuffer(b"".join(numbers), np.uint8).reshape(-1, 32)
         self._namespaces, self.data = pairs[:, :16], np.ascontiguousarray(pairs[:, 16:])
@@ -68,10 +68,10 @@ class Asked:
         self.rows_sent = 0
         self._told: list[list[Told]] = [[] for _ in asks]  # the parts of each rank
         self._parts: list[Rows] = []
-        self._row = np.zeros(len(pairs), np.int64)  # of each key in its part
+        self._row = np.zeros(len(pairs), np.int64)  # each key's row in its part
 
     def keys_at(self, numbers: Positions) -> Iterator[tuple[Positions, Keys]]:
-        """The keys at some numbers, by namespace: numbers and keys."""
+        """The keys at some positions, by namespace: positions and keys."""
         for namespace in dict.fromkeys(ask.namespace for ask in self._asks):
             of = np.frombuffer(namespace, np.uint8)
             those = numbers[(self._namespaces[numbers] == of).all(axis=1)]
@@ -79,9 +79,9 @@ class Asked:
                 yield those, Keys(namespace, self.data[those])
 
     def readers(self) -> Flags:
-        """Which rank looks for the row of each key, (n, ranks).
+        """Which ranks look for the row of each key, (n, ranks).
 
-        It is one rank of each memory, of those that do not ask for the key: the key says which one.
+        For each key, one rank per shared memory, among those that do not ask for it; the key selects it.
         """
         readers = np.zeros_like(self.by)
         for place in {ask.place for ask in self._asks}:
@@ -93,7 +93,7 @@ class Asked:
         return readers
 
     def offer(self, parts: Parts, told: Flags) -> Offer:
-        """Take rows of this rank; what it says of those keys of which the others are `told`."""
+        """Add this rank's rows; returns its offer, for the keys of which other ranks are `told`."""
         number, schemas = np.zeros(len(self.data), "<u2"), []
         for numbers, rows in parts:
             text = self._schemas.text(rows.schema) if told[numbers].any() else None
@@ -105,7 +105,7 @@ class Asked:
         return Offer(numbers=number[told], schemas=schemas)
 
     def hear(self, offers: Sequence[Offer], told: Flags) -> None:
-        """Take what the ranks have offered of those keys, (n, ranks), of which they have told."""
+        """Add the offers of all ranks; each is about the keys that `told`, (n, ranks), names."""
         for rank, offer in enumerate(offers):
             self._told[rank] += map(self._schemas.told, offer.schemas)
             keys = np.flatnonzero(told[:, rank])
@@ -115,7 +115,7 @@ class Asked:
             self.number[keys, rank] = numbers
 
     def swap(self, channel: Channel, device: torch.device) -> Iterator[tuple[int, Positions, Rows]]:
-        """Send rows, and yield those that come, but of unknown classes: from which rank, of which keys."""
+        """Send rows, and yield received ones of known classes: source rank, keys, rows."""
         ranks = range(len(self._asks))
         outgoing = [self._parts_of(self._rank, receiver) for receiver in ranks]
         incoming = [self._parts_of(source, self._rank) for source in ranks]
@@ -134,7 +134,7 @@ class Asked:
                     yield source, keys, block
 
     def _parts_of(self, source: int, receiver: int) -> list[tuple[int, Positions]]:
-        """What goes from one rank to another: numbers of parts, and the keys of each."""
+        """The parts that one rank sends to another: their numbers and keys."""
         if source == receiver:
             return []
         keys = np.flatnonzero(self.by[:, receiver] & (self.source == source))
@@ -143,25 +143,25 @@ class Asked:
 
 
 def planned(words: Array, asked: Flags, held: Flags, whole: Flags, turn: int) -> Positions:
-    """The rank that has the row of each of n keys, or computes it; -1 if nobody has it or asks for it.
+    """The rank that has, or will compute, the row of each of n keys; -1 if no rank has it or asks for it.
 
     Parameters
     ----------
     words : ndarray of uint64, shape (n,)
         A part of each key.
     asked, held : ndarray of bool, shape (n, W)
-        Which ranks ask for each key, and which have its row. A rank computes only what it asks for.
+        Which ranks ask for each key, and which have its row. A rank computes only keys that it asks for.
     whole : ndarray of bool, shape (W,)
-        Which ranks run their whole batch or nothing.
+        Which ranks can run only their whole batch.
     turn : int
-        Ranks that are equal otherwise come in an order that begins with rank ``turn % W``.
+        Ties are broken in the order of ranks that begins with ``turn % W``.
 
     Notes
     -----
-    Those that have a row take turns by key. Keys that nobody has are *open*. A `whole` rank gets all of its
-    open keys, if no other has one of them yet, and before ranks that can compute parts: then each soon has
-    its turn, after which it can compute parts, too. It also runs if nobody else can compute one of its keys.
-    The others take turns, among those who ask for the same keys.
+    If several ranks have a row, the key selects one. Keys without a row are *open*. First come `whole` ranks:
+    one gets all of its open keys if none of them is assigned yet, or if only it can compute one of them. So
+    each soon runs once, after which it can compute parts, too. The remaining open keys are divided among the
+    ranks that ask for them.
     """
     source = np.full(len(words), -1, np.int64)
     is_held = np.logical_or.reduce(held, axis=1)

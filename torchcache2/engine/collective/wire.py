@@ -1,15 +1,14 @@
-"""What ranks send each other, as bytes: what they ask for, what they offer, and rows.
+"""What ranks send each other, as bytes: requests, offers, and rows.
 
-`Ask` is what each rank says at the begin of a step, and `Offer` is what it says of the rows that it has. Such
-a message is its fields in a JSON array, between the version of this protocol and the length of what follows,
-which are keys or numbers::
+Each rank sends an `Ask` at the beginning of a step, and an `Offer` about the rows that it has. A message is a
+JSON array with the protocol's version, the message's fields, and the number of bytes that follow: keys or
+numbers::
 
     uint32 length of the JSON | [version, fields …, bytes] | bytes
 
 Schemas are sent as docs/format.md specifies them.
 
-Rows are sent as their columns one after another, each as it is stored, and each begins at a multiple of 16
-bytes.
+Rows are sent column after column, as stored; each column begins at a multiple of 16 bytes.
 """
 
 from __future__ import annotations
@@ -38,37 +37,37 @@ _ALIGNMENT = 16  # the widest element, complex128, has so many bytes
 
 
 class Flag:
-    """What a rank says of itself in a step: ints, as each operation of `enum.IntFlag` takes a microsecond."""
+    """Flags of a rank in a step: ints, as each operation of `enum.IntFlag` takes a microsecond."""
 
     BYPASS = 1  # it takes part without keys
-    FAILED = 2  # it raises; a text says what
+    FAILED = 2  # it raises; its message has the text
     DONE = 4  # it has left `join`
-    WHOLE = 8  # its forward runs for the whole batch only
-    SHARDED = 16  # its forward has collectives, so that all ranks run it or none
-    CUDA = 32  # its rows end on CUDA
-    RUN = 64  # it has to run its forward, whatever it finds
-    NOT_STORED = 128  # what it has computed is not to be stored, for a reason
+    WHOLE = 8  # its forward can run only for the whole batch
+    SHARDED = 16  # its forward has collectives: all ranks run it, or none
+    CUDA = 32  # its rows are used on CUDA
+    RUN = 64  # it must run its forward, whatever it finds
+    NOT_STORED = 128  # its rows must not be stored, for a reason
 
 
 class Ask(NamedTuple):
-    """What a rank says at the begin of a step.
+    """A rank's message at the beginning of a step.
 
     Attributes
     ----------
     step : int
-        How many steps this exchange has made.
+        How many steps this exchange has taken.
     flags : int
         Of `Flag`.
     caller : str
-        Which module or function is called.
+        The name of the called module or function.
     namespace, dropped : bytes
-        The namespace of the keys, and one that all are to drop, or none.
+        The namespace of the keys, and one that all ranks must drop, if any.
     error : str
         Why it fails.
     keys : ndarray of uint8, shape (k, 16)
         The distinct keys that were not found locally.
     place : bytes
-        Whose memory this rank shares.
+        Equal for ranks that share memory.
     """
 
     step: int
@@ -93,26 +92,25 @@ class Ask(NamedTuple):
 
     @classmethod
     def of(cls, data: bytes) -> Ask:
-        """What some bytes say; `ValueError` if another version wrote them, or if they are nothing."""
+        """Decode a message; `ValueError` if another version wrote it, or it is invalid."""
         (step, flags, caller, namespace, dropped, error), rest = _split(data)
         keys, place = np.frombuffer(rest[:-16], np.uint8).reshape(-1, 16), rest[-16:]
         return cls(step, flags, caller, bytes.fromhex(namespace), bytes.fromhex(dropped), error, keys, place)
 
 
 class Offer(NamedTuple):
-    """What a rank says of the rows that it has.
+    """A rank's message about the rows that it has.
 
     Attributes
     ----------
     flags : int
         `Flag.FAILED`, `Flag.NOT_STORED` or none.
     reason : str
-        The word for statistics, if its output is not stored. Else what this rank knows of such calls, for
-        ranks whose forward runs for the whole batch only.
+        The reason, as in the statistics, if its output is not stored. Else what this rank knows about such
+        calls, for ranks whose forward can run only for the whole batch.
     text : str
-        Why it fails, or does not store.
-    numbers : ndarray of uint16, shape (n,)
-        For each key that this is about: 0 if its row is not sent, else 1 + the number of its part.
+        Why it fails, or does not store. numbers : ndarray of uint16, shape (n,) For each key in question: 0
+        if its row is not offered, else 1 + the number of its part.
     schemas : sequence of str
         The schemas of the parts of its rows, as JSON.
     """
@@ -130,7 +128,7 @@ class Offer(NamedTuple):
 
     @classmethod
     def of(cls, data: bytes) -> Offer:
-        """What some bytes say; `ValueError` if they are nothing."""
+        """Decode a message; `ValueError` if it is invalid."""
         (flags, reason, text, schemas), rest = _split(data)
         return cls(flags, reason, text, np.frombuffer(rest, "<u2"), schemas)
 
@@ -152,18 +150,18 @@ def _split(data: bytes) -> tuple[list[Any], bytes]:
 
 
 class Told(NamedTuple):
-    """A schema that a rank has told, None if this process cannot make it, and the bytes of its leaves."""
+    """A schema from a message (None if its classes are unknown here), and the bytes of its leaves."""
 
     schema: Schema | None
     sizes: list[int]
 
     def bytes_of(self, count: int) -> int:
-        """How many bytes so many rows take."""
+        """How many bytes `count` rows take."""
         return sum(_aligned(count * size) for size in self.sizes)
 
 
 class Schemas:
-    """The texts of schemas, and the schemas of texts: each is made once, as long as they are not too many."""
+    """Texts of schemas, and schemas of texts: makes each once, up to a limit."""
 
     def __init__(self) -> None:
         self._texts: dict[tuple[Schema, tuple[bool, ...]], str | None] = {}
@@ -215,9 +213,9 @@ def packed(
     Parameters
     ----------
     parts : sequence of sequence of (Rows, ndarray of int64)
-        For each receiver its rows: some rows, on any device, and which of them, shape ``(k,)``.
+        For each receiver: rows, on any device, and the positions of those to send, shape ``(k,)``.
     device : torch.device
-        Where the bytes are to be.
+        Device of the result.
 
     Returns
     -------
@@ -246,9 +244,9 @@ def packed(
 
 @with_ordinary_tensors
 def unpacked(data: Tensor, parts: Sequence[tuple[Told, int]]) -> list[Rows | None]:
-    """The parts of the rows that one rank has sent, so many of each schema; they share the memory of `data`.
+    """The rows that one rank has sent, by schema and count; they share the memory of `data`.
 
-    A part whose schema this process cannot make is None. Raises `ValueError` if `data` has another size.
+    None for a part of unknown classes. Raises `ValueError` if `data` has another size.
     """
     if len(data) != sum(told.bytes_of(count) for told, count in parts):
         raise ValueError(f"rows of {len(data)} bytes, which is another size than was told")

@@ -1,8 +1,8 @@
-"""The table of kinds of values: how each comes apart into nodes and leaves, and is put together again.
+"""The table of kinds of values: how to take each apart into nodes and leaves, and rebuild it.
 
-A leaf is a dense tensor, an array around which there is a node, a number, a text, bytes or None. Arrays of
-numpy, lists of numbers, images of PIL and tensor classes of torchvision are nodes around a tensor; neither
-library but numpy is needed. `core.values` takes everything else apart.
+A leaf is a dense tensor, an array inside a node, a number, a text, bytes or None. NumPy arrays, lists of
+numbers, PIL images and torchvision's tensor classes are nodes around a tensor; only NumPy must be installed.
+`core.values` takes everything else apart.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torchcache2.core.values import Node, Opened, UnstorableError, has_attribute
 from torchcache2.files import schema as classes
 from torchcache2.files.errors import DamagedError, UnknownClassError, UnserialisableError
 
-_NATIVE = {  # names of dtypes of numpy that torch has, by their characters
+_NATIVE = {  # names of NumPy's dtypes that torch has, by character
     np.dtype(name).char: np.dtype(name).str
     for name in ("?", "b", "B", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "c8", "c16")
 }
@@ -32,8 +32,8 @@ _NAMES = frozenset(_NATIVE.values())
 NUMPY = {dtype: _NATIVE[char] for char, dtype in _TORCH.items()}  # names of dtypes
 COMMON = frozenset((torch.bfloat16, *NUMPY)) - {torch.uint16, torch.uint32, torch.uint64}  # torch copies them
 _DTYPE = re.compile(r"[<>|][biufcmMSU][0-9]{1,9}(\[[0-9]{0,9}[a-zA-Z]{1,7}\])?|[ilqILQ]")
-_MOST_EMPTY = 1 << 16  # pixels of a side of an image without pixels, as PIL takes memory for each line
-_ADVICE: tuple[tuple[Any, str], ...] = (  # what to return for a value ``{}`` of a type
+_MOST_EMPTY = 1 << 16  # longest side of an image without pixels, as PIL allocates each line
+_ADVICE: tuple[tuple[Any, str], ...] = (  # what to return instead of a value ``{}`` of a type
     (Tensor, "{}.detach().as_subclass(torch.Tensor)"),
     (np.ndarray, "numpy.array({})"),
     (Mapping, "dict({})"),
@@ -44,7 +44,7 @@ _PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes))
 
 
 class Raw:
-    """An array that is stored as a tensor; if it `is_exact`, not in another dtype than its own."""
+    """An array to store as a tensor; if `is_exact`, only in its own dtype."""
 
     __slots__ = ("array", "dtype", "is_exact", "shape")
 
@@ -54,7 +54,7 @@ class Raw:
 
 
 class Packed(Node, module="datasets.nodes"):
-    """A value as bytes; see `torchcache2.engine.values.packed`. As a child it stands for its `context`."""
+    """A value as bytes; see `torchcache2.engine.values.packed`. As a child, it represents its `context`."""
 
 
 class Placed(Node, module="datasets.nodes"):
@@ -62,13 +62,13 @@ class Placed(Node, module="datasets.nodes"):
 
 
 class Permuted(Node, module="datasets.nodes"):
-    """A tensor whose dimensions lie in memory in another order; the context is that order."""
+    """A tensor whose dimensions have another order in memory; the context is that order."""
 
     @classmethod
     def opened(cls, value: Tensor) -> Opened | None:
-        """The order of dimensions; None if it is that of the shape, or if the elements do not fill memory.
+        """The order of dimensions; None if it is the usual one, or if there are gaps in memory.
 
-        `UnstorableError` if the tensor is not simply an array on the CPU.
+        `UnstorableError` if the tensor is not a plain dense one on the CPU.
         """
         if value.requires_grad:
             raise UnstorableError("a tensor that requires gradients", "return {}.detach()")
@@ -86,17 +86,17 @@ class Permuted(Node, module="datasets.nodes"):
 
     @classmethod
     def closed(cls, context: Any, children: Sequence[Any]) -> Any:
-        """A tensor with the strides that it had."""
+        """The tensor, with its original strides."""
         (value,) = children
         return value.permute(_inverse(context, value.dim()))
 
 
 class NumpyArray(Node, module="datasets.arrays"):
-    """A numpy array; the context is its dtype, or a tuple of that and the order of dimensions in memory."""
+    """A NumPy array; the context is its dtype, or a tuple of dtype and order of dimensions in memory."""
 
     @classmethod
     def opened(cls, value: Array) -> Opened:
-        """The dtype, and the array as one that torch has."""
+        """The dtype, and the array in a dtype that torch has."""
         axes = None if value.flags.c_contiguous else _axes_of(value.strides)
         if axes is not None and value.transpose(axes).flags.c_contiguous:
             name, raw = _as_raw(value.transpose(axes), is_exact=False)
@@ -113,12 +113,12 @@ class NumpyArray(Node, module="datasets.arrays"):
 
     @staticmethod
     def batched(context: Any, column: Tensor) -> Array:
-        """One array with a row for each item, which shares memory with the column."""
+        """One array with a row for each item, sharing the column's memory."""
         return _typed(context, column, 1)
 
 
 class NumpyScalar(Node, module="datasets.arrays"):
-    """A scalar of numpy; the context is its dtype, or ``U`` or ``S`` for a text or bytes."""
+    """A NumPy scalar; the context is its dtype, or ``U`` or ``S`` for text or bytes."""
 
     @classmethod
     def opened(cls, value: Any) -> Opened:
@@ -149,13 +149,13 @@ class NumpyScalar(Node, module="datasets.arrays"):
 
 
 class Numbers(Node, module="datasets.arrays"):
-    """A list or tuple of numbers of one type; the context says which of the two."""
+    """A list or tuple of numbers of one type; the context names the container."""
 
     dtypes: ClassVar[dict[type, str]] = {int: "<i8", float: "<f8", bool: "|b1", complex: "<c16"}
 
     @classmethod
     def opened(cls, value: Any) -> Opened | None:
-        """One array; None if not all items are numbers of one type, or if one has more than 64 bits."""
+        """One array; None if the items are not all numbers of one type, or exceed 64 bits."""
         dtype = cls.dtypes.get(type(value[0])) if value else None
         if dtype is None or len(set(map(type, value))) > 1:
             return None
@@ -174,11 +174,11 @@ class Numbers(Node, module="datasets.arrays"):
 
 
 class Image(Node, module="datasets.images"):
-    """An image of PIL; the context is its mode, and the mode of its palette or None."""
+    """A PIL image; the context is its mode, and its palette's mode or None."""
 
     steps = (".pixels", ".info", ".palette")
 
-    # By mode: the mode in which the pixels are stored, their dtype, and how many elements a pixel has.
+    # By mode: raw mode of the stored pixels, their dtype, and elements per pixel.
     modes: ClassVar[dict[str, tuple[str, str, int]]] = {
         "1": ("1;8", "|u1", 1),
         **{mode: (mode, "|u1", 1) for mode in ("L", "P")},
@@ -192,10 +192,10 @@ class Image(Node, module="datasets.images"):
 
     @classmethod
     def opened(cls, value: Any) -> Opened:
-        """The pixels, the plain part of `info`, and the palette; the image is loaded for that."""
+        """The pixels, the plain part of `info`, and the palette; loads the image."""
         try:
             value.load()
-        except (OSError, SyntaxError) as error:  # what PIL raises for a damaged file
+        except (OSError, SyntaxError) as error:  # raised by PIL for a damaged file
             raise UnstorableError(f"an image that cannot be loaded ({error})") from None
         mode, (width, height) = value.mode, value.size
         if mode not in cls.modes:
@@ -218,7 +218,7 @@ class Image(Node, module="datasets.images"):
 
     @classmethod
     def closed(cls, context: Any, children: Sequence[Any]) -> Any:
-        """An image that is in memory, of type `PIL.Image.Image`."""
+        """A loaded image, of type `PIL.Image.Image`."""
         pil, (mode, palette) = _imported("PIL.Image"), context
         raw, dtype, channels = cls.modes[mode]
         data = children[0].numpy()
@@ -235,9 +235,9 @@ class Image(Node, module="datasets.images"):
 
 
 class TVTensor(Node, module="datasets.images"):
-    """A tensor class of ``torchvision.tv_tensors``; the context is its name, format, and mode of clamping.
+    """A tensor class of ``torchvision.tv_tensors``; the context is its name, format and clamping mode.
 
-    The size of the canvas belongs to a sample rather than to its structure, so that it is two leaves.
+    The canvas size belongs to the sample, not to its structure, so it is two leaves.
     """
 
     steps = ("", ".canvas_size[0]", ".canvas_size[1]")
@@ -280,7 +280,7 @@ NODES: tuple[type[Node], ...] = (Packed, Permuted, Placed, NumpyArray, NumpyScal
 def opened(value: Any) -> Opened | None:
     """The type, context and children of a value; None for a leaf.
 
-    `UnstorableError` if it is of no known type, or if it would not come back as it was.
+    `UnstorableError` if its type is unknown, or it could not be restored exactly.
     """
     kind: Any = type(value)
     if kind in _PLAIN or kind is Raw:
@@ -317,14 +317,14 @@ def opened(value: Any) -> Opened | None:
 
 
 def closed(kind: Any, context: Any, children: Sequence[Any]) -> Any:
-    """The value of a type with a context and children, whose tensors have memory of their own."""
+    """Rebuild a value from type, context and children, whose tensors own their memory."""
     if kind in NODES:
         return kind.closed(context, children)
     return values.closed(kind, context, children)
 
 
 def dense(leaf: Any) -> Tensor:
-    """A tensor or `Raw` as a contiguous tensor, to be read only."""
+    """A tensor or `Raw` as a contiguous tensor, for reading only."""
     if type(leaf) is Raw:
         return torch.from_numpy(np.require(leaf.array, requirements=["C", "W"]))
     return leaf.resolve_conj().resolve_neg().contiguous()  # type: ignore[no-any-return]
@@ -337,30 +337,30 @@ def tensor_of(data: Any) -> Tensor:
 
 def bytes_of(value: Tensor) -> Tensor:
     """The bytes of a contiguous tensor, uint8 ``(bytes,)``, without a copy."""
-    # A tensor of one element is contiguous whatever its strides are.
+    # A tensor of one element is contiguous with any strides.
     return value.as_strided((value.numel(),), (1,)).view(torch.uint8)
 
 
 def is_native(dtype: np.dtype[Any]) -> bool:
-    """Whether torch has a dtype of numpy, as it is."""
+    """Whether torch has exactly this NumPy dtype."""
     return dtype.isnative and dtype.char in _NATIVE and not dtype.metadata
 
 
 def _as_raw(array: Array, *, is_exact: bool = True) -> tuple[str, Raw]:
-    """The name of an array's dtype, and the array in a dtype that torch has, if need be with one of bytes."""
+    """The name of an array's dtype, and the array in a dtype that torch has, as bytes if need be."""
     dtype = array.dtype
     if is_native(dtype):
         return _NATIVE[dtype.char], Raw(array, is_exact=is_exact)
     if dtype.kind not in "biufcmMSU" or dtype.itemsize == 0 or dtype.metadata:
         raise UnstorableError(f"an array of {dtype}", "return a dict or a list of its parts")
-    if dtype.str in _NAMES:  # two types of integers have the same size and name: a character tells
+    if dtype.str in _NAMES:  # two integer types share this name: their characters differ
         return dtype.char, Raw(array.view(dtype.str), is_exact=is_exact)
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return dtype.str, Raw(data.reshape(*array.shape, dtype.itemsize))
 
 
 def _typed(name: Any, stored: Tensor, dims: int = 0) -> Array:
-    """The array of a dtype that was stored as a tensor of at least so many `dims`, in its memory."""
+    """The array of a dtype from its stored tensor of at least `dims` dimensions, without a copy."""
     data = stored.numpy()
     if type(name) is str and name in _NAMES:
         if data.dtype != name:
@@ -369,7 +369,7 @@ def _typed(name: Any, stored: Tensor, dims: int = 0) -> Array:
     if type(name) is not str or not _DTYPE.fullmatch(name):
         raise DamagedError("a dtype that is none")
     dtype = np.dtype(name)
-    if dtype.str in _NAMES:  # another type of integers with the same name
+    if dtype.str in _NAMES:  # another integer type with the same name
         return _typed(dtype.str, stored).view(dtype)
     if data.dtype != np.uint8 or data.ndim <= dims or data.shape[-1] != dtype.itemsize:
         raise DamagedError("an array of another size")
@@ -378,12 +378,12 @@ def _typed(name: Any, stored: Tensor, dims: int = 0) -> Array:
 
 
 def _axes_of(strides: Sequence[int]) -> tuple[int, ...]:
-    """The dimensions in the order in which they lie in memory, the widest stride first."""
+    """The dimensions in memory order: widest stride first."""
     return tuple(sorted(range(len(strides)), key=lambda axis: -strides[axis]))
 
 
 def _inverse(axes: Any, dims: int) -> list[int]:
-    """The dimensions that bring those back in order which `_axes_of` has put in another one."""
+    """The permutation that undoes `_axes_of`."""
     if type(axes) is not tuple or sorted(axes) != list(range(dims)):
         raise DamagedError("dimensions in no order")
     return sorted(range(dims), key=axes.__getitem__)
@@ -400,7 +400,7 @@ def _is_plain(value: Any, depth: int = 8) -> bool:
 
 
 def _check(kept: Any) -> None:
-    """`UnstorableError` if a class, or what a node keeps beside its children, cannot be written."""
+    """`UnstorableError` if a class, or a part of a node's context, cannot be written."""
     if isinstance(kept, type):
         try:
             classes.name_of(kept, "")
@@ -423,12 +423,12 @@ def _imported(name: str) -> Any:
 
 
 def _strange(value: Any) -> UnstorableError:
-    """The error for a value of a type that cannot be kept."""
+    """The error for a value of an unsupported type."""
     return UnstorableError(f"a {classes.qualified(type(value))}", _advice(value))
 
 
 def _advice(value: Any) -> str:
-    """What to return in place of a value that cannot be kept, which is called ``{}``."""
+    """What to return instead of an unsupported value, written as ``{}``."""
     for of, advice in _ADVICE:
         if isinstance(value, of):
             return f"return {advice}"

@@ -1,8 +1,8 @@
-"""Outputs of a computation as rows, and rows as outputs.
+"""Converts outputs of a computation to rows, and rows to outputs.
 
-The tensors and arrays of an output have a row for each item, and most of its other values belong to the whole
-batch. But a list or tuple may have an entry for each item, ragged or not. An item's row then has
-the values outside of such lists, and its entry of each list, which is kept as a sample of a dataset is::
+The tensors and arrays of an output have a row for each item; most of its other values belong to the whole
+batch. But a list or tuple may have an entry for each item, ragged or not. An item's row then has the values
+outside of such lists, and its entry of each list, stored like a sample of a dataset::
 
     rows = rows_of(output, n, lists, device=device)
     for positions, part in stored(rows):          # one part for each schema
@@ -41,25 +41,24 @@ from torchcache2.engine.values.samples import Samples, from_rows
 
 
 class Items(Node, module="values"):
-    """A list or tuple with an entry for each item, which is elsewhere; the context is which of the two."""
+    """A list or tuple with an entry for each item, stored elsewhere; the context is its type."""
 
 
 class Itemised(Node, module="values"):
-    """A row with such entries: its children are what is outside of the lists, and a tuple of the entries."""
+    """A row with entries: its children are the values outside of the lists, and a tuple of the entries."""
 
     steps = ("", "")
 
 
 class Lists:
-    """What is known of the lists and tuples in the outputs of calls of one kind.
+    """Which lists and tuples in the outputs of one kind of call have an entry for each item.
 
-    A list that is as long as the batch has an entry for each item, or it has that length by chance. One
-    output does not tell; those of two batch sizes do.
+    A list as long as the batch may have that length by chance: only outputs of two batch sizes tell.
 
     Attributes
     ----------
     known : dict of str to bool
-        Whether the list at a path has an entry for each item, as far as that is known.
+        Whether the list at a path has an entry for each item; missing: unknown.
     """
 
     def __init__(self, samples: Samples, known: dict[str, bool]) -> None:
@@ -79,7 +78,7 @@ class Lists:
         return lengths, [leaf for _, leaf in taken_apart(output, node)[0]]
 
     def unsettled(self, output: Any, count: int) -> list[str]:
-        """The paths of lists in an output for `count` items that may, or may not, have an entry per item."""
+        """The paths of lists, in an output for `count` items, that may or may not have an entry per item."""
         lengths, _ = self.leaves(output)
         if count:
             self.known.update(
@@ -88,14 +87,14 @@ class Lists:
         return [path for path, n in lengths.items() if 0 < n == count and path not in self.known]
 
     def settle(self, paths: Collection[str], output: Any, count: int) -> None:
-        """Compare the lists at these paths with those of an output for another number of items."""
+        """Decide about the lists at these paths by an output for another number of items."""
         lengths, _ = self.leaves(output)
         self.known.update({path: lengths.get(path) == count for path in paths})
 
     def has_entries(self, value: Any, path: str, count: int) -> bool:
         """Whether a list in an output for `count` items has an entry for each of them.
 
-        `UnstorableError` if it has another length, or if that is unknown.
+        `UnstorableError` if its length is wrong, or if this is unknown.
         """
         known = self.known.get(path)
         if known and len(value) != count:
@@ -111,8 +110,8 @@ class Lists:
 class ItemRows(Rows):
     """Rows of outputs that have lists with an entry for each item.
 
-    The schema and the columns are those of everything else. `entries` has, for each row, some `Rows` that are
-    never changed, and which of them has the item's entries, one of each list.
+    Schema and columns are those of the values outside of the lists. For each row, `entries` names immutable
+    `Rows` and the position in them of the item's entries, one from each list.
     """
 
     __slots__ = ("entries",)
@@ -133,7 +132,7 @@ class ItemRows(Rows):
         return ItemRows(self.schema, [column[:count] for column in self.columns], count, self.entries[:count])
 
     def by_schema(self) -> Iterator[tuple[Positions, Rows]]:
-        """The entries, one part for each of the `Rows` that have some, which are not to be changed."""
+        """The entries, one part for each of their `Rows`, which must not be changed."""
         places: dict[int, tuple[Rows, list[int], list[int]]] = {}
         for position, (rows, i) in enumerate(self.entries):
             _, positions, which = places.setdefault(id(rows), (rows, [], []))
@@ -145,7 +144,7 @@ class ItemRows(Rows):
             yield np.array(positions, np.int64), rows
 
     def values(self, device: torch.device) -> list[tuple[Any, ...]]:
-        """The entries of each row, one of each list, in memory of their own."""
+        """The entries of each row, one from each list, in their own memory."""
         parts = [(positions, from_rows(rows, device)) for positions, rows in self.by_schema()]
         return _spread(parts, self.count)
 
@@ -188,7 +187,7 @@ def rows_of(
 
 @with_ordinary_tensors
 def output_of(rows: Rows, *, device: torch.device) -> Any:
-    """The output that rows stand for; see `Rows.to_pytree`."""
+    """The output that rows represent; see `Rows.to_pytree`."""
     values = rows.values(device) if isinstance(rows, ItemRows) else []
     numbers = iter(range(len(values[0]) if values else 0))
 
@@ -218,7 +217,7 @@ def stored(rows: Rows) -> Parts:
 
 
 def found(rows: Rows) -> Rows:
-    """Rows of one schema, as tiers have kept them."""
+    """Undo `stored` for rows of one schema."""
     if rows.schema.structure.type is not Itemised:
         return rows
     outer, inner = specs_of(rows.schema.structure)
@@ -229,7 +228,7 @@ def found(rows: Rows) -> Rows:
 
 
 def joined(parts: Parts, count: int, *, device: torch.device) -> Rows | None:
-    """One batch of `count` rows of some parts; see `Rows.scatter`. None if they do not stack."""
+    """Join parts to one batch of `count` rows; see `Rows.scatter`. None if they do not stack."""
     schema = parts[0][1].schema
     if any(rows.schema != schema for _, rows in parts):
         return None
@@ -239,7 +238,7 @@ def joined(parts: Parts, count: int, *, device: torch.device) -> Rows | None:
 
 
 def _spread(parts: Iterable[tuple[Positions, Sequence[Any]]], count: int) -> list[Any]:
-    """One list of what parts have at the positions of a batch."""
+    """One list with the parts' values at their positions in the batch."""
     values: list[Any] = [None] * count
     for positions, part in parts:
         for position, value in zip(positions.tolist(), part, strict=True):
@@ -248,7 +247,7 @@ def _spread(parts: Iterable[tuple[Positions, Sequence[Any]]], count: int) -> lis
 
 
 def entry_parts(rows: ItemRows) -> Parts:
-    """The entries of rows, to be compared: nothing is packed, so equal structures have equal schemas."""
+    """The entries of rows, for comparison: unpacked, so equal structures have equal schemas."""
     return list(Samples(packs=False).to_rows(rows.values(torch.device("cpu"))).parts)
 
 

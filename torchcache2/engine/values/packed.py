@@ -1,8 +1,8 @@
-"""`pack`: a value of any kind as bytes that describe themselves, and `unpack`: the value of such bytes.
+"""`pack`: encodes a value of any kind as self-describing bytes; `unpack` decodes them.
 
-docs/format.md specifies them byte by byte. Nothing that they name is imported or called, but for node types
-of pytrees that this process has. Every count and size is compared with the bytes that are left, so that
-memory is bounded by the size of the input, and whatever no writer writes is a `DamagedError`.
+docs/format.md specifies the bytes. `unpack` imports and calls nothing that they name, except pytree node
+types that this process already has. It compares every count and size with the bytes left, so that memory is
+bounded by the size of the input, and raises `DamagedError` for anything that no writer produces.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def pack(value: Any) -> bytes:
     Raises
     ------
     UnstorableError
-        If a part of it is of no known type, or if it is nested more than 100 deep.
+        If a part of it has an unknown type, or it is nested more than 100 deep.
     """
     out = bytearray([_VERSION])
     _write(out, value, 0)
@@ -138,9 +138,9 @@ def unpack(data: bytes) -> Any:
     DamagedError
         If no version of this library wrote the bytes.
     NewerFormatError
-        If a later version has written them.
+        If a later version wrote them.
     UnknownClassError
-        If they name a class that this process does not have.
+        If they name a class that is unknown in this process.
     """
     reader = _Reader(data)
     try:
@@ -154,7 +154,7 @@ def unpack(data: bytes) -> Any:
             raise DamagedError("bytes behind a packed value")
     except (UnreadableError, MemoryError):
         raise
-    except Exception as error:  # sizes were checked, so this is a value that its own type refuses
+    except Exception as error:  # sizes were checked, so a type refused its value
         raise DamagedError(f"a packed value that is none: {error!r}") from None
     return value
 
@@ -184,7 +184,7 @@ class _Reader:
         return bytes(self.take(self.count()))
 
     def values(self, count: int, depth: int) -> list[Any]:
-        if count > len(self.data) - self.position:  # each has a byte at least
+        if count > len(self.data) - self.position:  # each has at least a byte
             raise DamagedError("more values than bytes")
         return [self.value(depth) for _ in range(count)]
 
@@ -247,7 +247,7 @@ class _Reader:
 
 
 def _may_be_read(cls: Any) -> bool:
-    """Whether a class may be that of a node: a namedtuple, or a node type that has no tag."""
+    """Whether a node may have this class: a namedtuple, or a node type without a tag."""
     return is_namedtuple(cls) or (is_node(cls) and not one_of(cls, (*_CONTAINERS, *kinds.NODES)))
 
 

@@ -1,7 +1,7 @@
 """`Samples`: a batch of samples as rows of a few schemas, and `rebuilder`: rows as samples again.
 
 A sample is any nesting of tensors, tv_tensors, numpy arrays and scalars, PIL images, numbers, texts, bytes
-and None. It comes back with the types, dtypes, order of keys and bits that it had, and owns its memory::
+and None. It is restored with the same types, dtypes, order of keys and bits, and owns its memory::
 
     samples = Samples()                           # one for each namespace
     batch = samples.to_rows([dataset[i] for i in indices])
@@ -55,11 +55,11 @@ from torchcache2.engine.values.kinds import (
 from torchcache2.engine.values.packed import pack, unpack
 from torchcache2.files.errors import DamagedError, UnreadableError
 
-_STRUCTURES = 16  # of one namespace; each is a file of its own on the disk
+_STRUCTURES = 16  # of one namespace; each has its own files on disk
 _LEAVES = 256
 _ITEMS = 16  # a longer list or tuple is packed, as its length usually differs between samples
 _KEYS = 64
-_FORMS = 1024  # of samples, and their schemas, that are remembered
+_FORMS = 1024  # of samples to remember, with their schemas
 _LARGE = 1 << 10  # bytes of a tensor
 _HOST = torch.device("cpu")
 _PACKED = pytree.TreeSpec(Packed, None, [BARE])
@@ -75,8 +75,8 @@ class SampleRows:
         Positions in the batch and their rows, one part for each schema. The rows share no memory with the
         samples.
     refused : mapping of int to OutputError
-        Positions of samples that cannot be stored, and for each an error to raise or to report: it names the
-        leaf, its type, and what to do.
+        For each position of a sample that cannot be stored, an error to raise or report: it names the leaf,
+        its type, and what to do.
     """
 
     parts: Sequence[tuple[Positions, Rows]]
@@ -84,23 +84,23 @@ class SampleRows:
 
 
 class Samples:
-    """Turns the samples of one namespace to rows.
+    """Converts the samples of one namespace to rows.
 
-    The first 16 structures that it meets are columns, a column for each leaf. Later ones are packed into
-    bytes, all of one structure, since each structure is a file of its own on the disk. A shape or a length is
-    no part of a structure. Threads may share one.
+    The first 16 structures get a column for each leaf. Samples of later structures are packed into bytes,
+    since each structure needs its own files on disk. Shapes and lengths are not part of a structure. Threads
+    may share one object.
 
     Parameters
     ----------
     packs : bool
-        Whether values of varying length are bytes; else they are only to be compared.
+        Whether to pack values of varying length into bytes; False: for comparisons only.
     """
 
     def __init__(self, *, packs: bool = True) -> None:
         self._packs = packs
         self._families: set[Schema] = set()
-        self._schemas: dict[Any, Schema] = {}  # by form and dtype, and by an equal schema
-        self._leaf = functools.lru_cache(1024)(Leaf)  # to make one anew takes several times as long
+        self._schemas: dict[Any, Schema] = {}  # by form and dtype; also by the schema itself
+        self._leaf = functools.lru_cache(1024)(Leaf)  # several times faster than a new `Leaf`
         self._spare = SpareMemory()
 
     @with_ordinary_tensors
@@ -114,9 +114,9 @@ class Samples:
         samples : sequence
             n samples, of any structures.
         device : torch.device
-            Where their tensors may be, besides the CPU.
+            A device, besides the CPU, where their tensors may be.
         dtype : torch.dtype, optional
-            In which floating-point tensors and arrays are stored. They are rounded to it already.
+            Dtype for storing floating-point tensors and arrays, which are already rounded to it.
 
         Returns
         -------
@@ -145,14 +145,14 @@ class Samples:
         return SampleRows(parts, refused)
 
     def _described(self, sample: Any, opened: Opener, dtype: torch.dtype | None) -> tuple[Schema, list[Any]]:
-        """The schema of a sample, one object for all that are equal, and what its columns are made of."""
+        """The schema of a sample, one object for equal schemas, and the values for its columns."""
         looked_at: list[Any] = []
         try:
             form = _form_of(sample, looked_at), dtype
             known = self._schemas.get(form)
             if known is not None:
                 return known, looked_at
-        except (_UnusualError, RuntimeError):  # the latter by torch, such as for nested tensors
+        except (_UnusualError, RuntimeError):  # `RuntimeError`: by torch, such as for nested tensors
             form = None
         new, values = self._taken_apart(*taken_apart(sample, opened), dtype)
         schema = self._schemas.get(new)
@@ -167,7 +167,7 @@ class Samples:
     def _taken_apart(
         self, pairs: Sequence[tuple[str, Any]], structure: pytree.TreeSpec, dtype: torch.dtype | None
     ) -> tuple[Schema, list[Any]]:
-        """The schema of leaves with these paths, and what their columns are made of."""
+        """The schema of leaves with these paths, and the values for their columns."""
         leaves: list[Leaf] = []
         values: list[Any] = []
         for path, value in pairs:
@@ -202,7 +202,7 @@ class Samples:
         return opened
 
     def _has_columns(self, schema: Schema) -> bool:
-        """Whether samples of a schema have a column for each leaf."""
+        """Whether samples of a schema get a column for each leaf."""
         if len(schema.leaves) > _LEAVES:
             return False
         if len(self._families) < _STRUCTURES:
@@ -210,11 +210,11 @@ class Samples:
         return schema.family in self._families
 
     def _column(self, leaf: Leaf, values: Sequence[Any]) -> Tensor:
-        """The column of one leaf's values, in memory that is theirs."""
+        """The column of one leaf's values, in its own memory."""
         count, dtype = len(values), leaf.dtype
         if leaf.kind != "tensor":
             return tensor_of(b"".join(values)).view(count, *leaf.shape)
-        if type(values[0]) is not Raw and dtype not in COMMON:  # torch copies their bytes
+        if type(values[0]) is not Raw and dtype not in COMMON:  # slow in torch: copy bytes
             data = torch.cat([bytes_of(value) for value in values])
             return data.view(dtype).view(count, *leaf.shape).to(leaf.stored)
         size = count * math.prod(leaf.shape) * dtype.itemsize
@@ -229,22 +229,22 @@ class Samples:
         return column.to(leaf.stored)
 
 
-# Most samples are of a few common types, and look like one before. What decides about their schema, their
-# *form*, is found in a tenth of the time that it takes to take them apart.
+# Most samples have common types, and look like an earlier one. The *form* of a sample determines its schema,
+# and is found in a tenth of the time of taking the sample apart.
 
 
 class _UnusualError(Exception):
-    """A sample that has to be taken apart."""
+    """Raised for a sample that must be taken apart."""
 
 
-# Tensors that are not dense, or are not on the CPU, differ from others in one of these.
+# These tell dense CPU tensors from all others.
 _TENSOR_FORM = attrgetter("dtype", "shape", "layout", "is_cpu", "is_nested", "requires_grad")
 
 
 def _form_of(value: Any, values: list[Any], depth: int = 4) -> Any:
-    """What decides about the schema of a sample of common types; `values` gets what its columns are made of.
+    """The form of a sample of common types; adds the values for its columns to `values`.
 
-    It has every type, length, dtype and shape, and all that `kinds.opened` asks about a value.
+    It includes every type, length, dtype and shape, and all that `kinds.opened` checks.
     """
     kind, plain = type(value), plain_bytes(value)
     if plain is not None:
@@ -267,41 +267,41 @@ def _form_of(value: Any, values: list[Any], depth: int = 4) -> Any:
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    """Whether a sample that was taken apart has a leaf that depends on the sample's form."""
+    """Whether two leaves of one sample, taken apart and by form, are the same."""
     if type(value) is type(other) is Raw:
         arrays = value.array, other.array
         return value.is_exact is other.is_exact and arrays[0].tobytes() == arrays[1].tobytes()
     return value is other or (type(value) is bytes and value == other)
 
 
-# Rows as samples. A schema becomes nested functions, once for all of its rows.
+# Rows to samples: compiles a schema into nested functions, once for all of its rows.
 
-_Read = Callable[[Any], Any]  # the value of a leaf, of an object with its bytes
-_Build = Callable[[Iterator[Any]], Any]  # a value, of the values of leaves, as many as it needs
+_Read = Callable[[Any], Any]  # the value of a leaf, from its bytes
+_Build = Callable[[Iterator[Any]], Any]  # a value, from as many leaf values as it needs
 
 
 @with_ordinary_tensors
 def from_rows(rows: Rows, device: torch.device = _HOST) -> list[Any]:
-    """The samples that rows stand for, each with its own memory.
+    """The samples that rows represent, each with its own memory.
 
-    The worker of a `DataLoader` is about to put the samples together, and does not keep them: there, large
-    tensors have each a storage of their own in the memory of the rows, which goes with the last of them.
+    A `DataLoader` worker is about to collate the samples, and does not keep them: there, large tensors are
+    views, with separate storages, of the rows' memory.
 
     Parameters
     ----------
     rows : Rows
-        n rows that `Samples.to_rows` has made, in this process or another one.
+        n rows made by `Samples.to_rows`, in this process or another one.
     device : torch.device
-        Where the tensors are put that were there when the rows were made.
+        Device for the tensors that were on the call's device when the rows were made.
 
     Raises
     ------
     DamagedError
-        If no version of this library has made them.
+        If no version of this library made them.
     NewerFormatError
-        If a later version has made them.
+        If a later version made them.
     UnknownClassError
-        If they need a class or a library that this process does not have.
+        If they need a class or library that this process lacks.
     """
     try:
         readers, build = _functions(rows.schema, device)
@@ -314,7 +314,7 @@ def from_rows(rows: Rows, device: torch.device = _HOST) -> list[Any]:
 
 
 def _each(read: _Read, plain: Leaf | None, column: Tensor) -> Iterator[Any]:
-    """The values of a leaf in each row; as fast as torch can copy them, if they are `plain` tensors."""
+    """The values of a leaf in each row; `plain` tensors are copied as fast as torch can."""
     if plain is None:
         return map(read, as_bytes(column).numpy())
     is_large = plain.row_bytes >= _LARGE and plain.stored in NUMPY
@@ -325,9 +325,9 @@ def _each(read: _Read, plain: Leaf | None, column: Tensor) -> Iterator[Any]:
 
 
 def rebuilder(schema: Schema, device: torch.device = _HOST) -> Callable[[Sequence[Any]], Any]:
-    """A function that makes a sample of one row, and raises what `from_rows` raises.
+    """A function that makes a sample from one row; it raises the same errors as `from_rows`.
 
-    It takes the bytes of the row: an object with a writable buffer for each leaf, which is copied.
+    It takes the row as one writable buffer per leaf, and copies them.
     """
     try:
         found, build = _functions(schema, device)
@@ -347,13 +347,13 @@ def rebuilder(schema: Schema, device: torch.device = _HOST) -> Callable[[Sequenc
 
 
 def _damaged(error: Exception) -> Exception:
-    """The error to raise: anybody may have written the schema, such as one that its nodes cannot have."""
+    """The error to raise: a damaged schema may make any code fail."""
     is_known = isinstance(error, (UnreadableError, MemoryError))
     return error if is_known else DamagedError(f"rows that are no samples: {error!r}")
 
 
 def _functions(schema: Schema, device: torch.device) -> tuple[list[tuple[_Read, Leaf | None]], _Build]:
-    """What reads each leaf, with the leaf if that is a plain tensor, and what puts their values together."""
+    """A reader for each leaf (with the leaf, if it is a plain tensor), and what joins their values."""
     readers: list[tuple[_Read, Leaf | None]] = []
     leaves = iter(schema.leaves)
 
@@ -383,7 +383,7 @@ def _functions(schema: Schema, device: torch.device) -> tuple[list[tuple[_Read, 
 
 
 def _reader(leaf: Leaf, kind: Any, context: Any) -> tuple[_Read, Leaf | None]:
-    """What reads a leaf, or an array of numpy around it."""
+    """The reader of a leaf, or of a NumPy array around it."""
     if leaf.kind != "tensor":
         return PLAIN[leaf.kind], None
     shape, dtype, stored, last = leaf.stored_shape, leaf.dtype, leaf.stored, leaf.channels_last

@@ -1,7 +1,7 @@
-"""`Connection`: one process's file system of fsspec for a bucket; no call of it waits for ever.
+"""`Connection`: one process's fsspec file system for a bucket; every call has a time limit.
 
-Only what fsspec and its libraries document is called: the coroutine of each operation, in an event loop of
-our own. Also here: what an error of any of these libraries means (`kind_of`), and how it reads (`Texts`).
+It calls only what fsspec and its libraries document: the coroutine of each operation, in our own event loop.
+Also here: the meaning of these libraries' errors (`kind_of`), and their text without secrets (`Texts`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torchcache2.files.layout import SEGMENT, TEMPORARY
 _AT_ONCE = 32  # requests
 _CONNECT = 5.0  # seconds that a server may take to accept a connection
 _SLOWEST = float(1 << 20)  # bytes a second: a connection that is slower counts as one that hangs
-_REQUESTS = 50.0  # likewise, requests a second
+_REQUESTS = 50.0  # requests a second: slower ones count as hanging
 _CLOSING = 2.0  # seconds
 _TIMES = ("mtime", "LastModified", "last_modified", "created")  # when an object was written
 LOOP_THREAD = "torchcache2 bucket"
@@ -34,19 +34,19 @@ Answer = Any  # the bytes of a range, or the exception
 
 
 class Connection:
-    """The file system of a bucket, for the process that has made it.
+    """The file system of a bucket, for the process that made it.
 
     An asynchronous file system keeps connections open, and a forked child shares the `epoll` of their event
-    loop with its parent: what the child closes there, its parent loses. So a child has to `abandon` what it
-    inherits before anything of it is collected, and makes a connection of its own.
+    loop with its parent: what the child closes, the parent loses. So a child must `abandon` the inherited
+    connection before the garbage collector frees any of it, and make its own.
 
     Parameters
     ----------
     bucket : Bucket
     patience : float
-        Seconds that an answer may take, besides those for its bytes.
+        Seconds that an answer may take, besides the transfer.
     shared : dict
-        What one connection after the other may use, until credentials are refused.
+        Objects that successive connections reuse, until credentials are refused.
     """
 
     _abandoned: ClassVar[list[Any]] = []
@@ -64,30 +64,30 @@ class Connection:
             return
         options |= {"asynchronous": True, "loop": None, **_time_limits(kind.protocol, options, patience)}
         if "s3" in kind.protocol and options.keys() < inspect.signature(kind.__init__).parameters.keys():
-            # A session of botocore takes a tenth of a second to read its tables, and has no connection, so
-            # forked children may use it too. Only options that s3fs itself knows leave it as it is.
+            # A botocore session takes a tenth of a second to read its tables, and has no connection, so
+            # forked children may share it. Only s3fs's own options leave the session unchanged.
             sessions = require("aiobotocore.session", "s3", "a URL")
             options.setdefault("session", shared.setdefault("session", sessions.AioSession()))
         self._fs = kind(**options, skip_instance_cache=True)
-        self._fs.retries = 1  # of s3fs: whoever asks tries again, and looks at the clock
+        self._fs.retries = 1  # of s3fs: our callers retry, and watch the clock
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=_run, args=(self._loop,), name=LOOP_THREAD, daemon=True)
         self._thread.start()
         try:
-            if hasattr(self._fs, "set_session"):  # of s3fs, which takes a while before it asks anything
+            if hasattr(self._fs, "set_session"):  # s3fs takes a while before its first request
                 self._client = self._wait(self._fs.set_session, seconds=_CONNECT + patience)
         except BaseException:
             self.close()
             raise
 
     def is_file(self) -> bool:
-        """Whether the URL is that of a file, where there are folders."""
+        """Whether the URL is a file, on file systems with real folders."""
         return not self._is_async and bool(self._fs.isfile(self._root))
 
     def ask_for_bucket(self) -> None:
         """Raise `FileNotFoundError` if there is no bucket: it is the first part of the path.
 
-        S3 says so when it is asked for a listing; others have nothing in it.
+        On S3, a listing raises this; elsewhere the listing is just empty.
         """
         if self._is_async and "s3" not in self._fs.protocol:
             self._wait(self._fs._info, self._root.lstrip("/").partition("/")[0], seconds=self._patience)
@@ -104,7 +104,7 @@ class Connection:
         for info in infos:
             whole = str(info["name"])
             parent, _, name = whole.rstrip("/").rpartition("/")
-            # An object may have the name of the folder, or that of one in it, with a slash at the end.
+            # Objects whose names end with a slash stand for folders: skip them.
             if parent.strip("/") == path.strip("/") and not info.get("islink"):
                 if info["type"] == "file" and not whole.endswith("/"):
                     found.add(FileInfo(name, False, int(info["size"] or 0), _mtime(info)))
@@ -145,28 +145,28 @@ class Connection:
         return self._together(self._fs._rm_file, parts, self._seconds(0, len(parts)))
 
     def close(self) -> None:
-        """Close the connections, and end the event loop."""
+        """Close the connections, and stop the event loop."""
         loop, self._loop = self._loop, None
         if loop is None or loop.is_closed():
             return
         future = asyncio.run_coroutine_threadsafe(self._end(), loop)
         future.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.stop))
-        if threading.current_thread() is not self._thread:  # where the garbage collector may call this
+        if threading.current_thread() is not self._thread:  # the garbage collector may call this there
             self._thread.join(_CLOSING)
 
     def abandon(self) -> None:
-        """Have a forked child keep what it has inherited as it is, and close none of it."""
+        """In a forked child, keep all inherited connections alive, and close none."""
         sessions = self._sessions()
         self._abandoned.append((self, self._loop, [getattr(one, "connector", None) for one in sessions]))
         for session in sessions:
-            if hasattr(session, "detach"):  # of aiohttp: it counts as closed, and its sockets stay open
+            if hasattr(session, "detach"):  # aiohttp: marks it as closed, leaving its sockets open
                 session.detach()
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
 
     def _seconds(self, size: int, requests: int = 1) -> float:
-        """How long a call may take that moves some bytes."""
+        """Seconds that a call may take for so many bytes and requests."""
         return self._patience + size / _SLOWEST + requests / _REQUESTS
 
     def _wait(self, function: Any, *args: Any, seconds: float, **options: Any) -> Any:
@@ -181,13 +181,13 @@ class Connection:
                 raise
             future.cancel()
             raise _late(seconds) from None
-        except concurrent.futures.CancelledError:  # another thread has closed the connection
+        except concurrent.futures.CancelledError:  # closed by another thread
             raise OSError("it is closed") from None
 
     def _together(
         self, function: Callable[..., Any], parts: Sequence[tuple[Any, ...]], seconds: float
     ) -> list[Answer]:
-        """Call a coroutine function for each of `parts`, many at once; each has its result or exception."""
+        """Call a coroutine function for each of `parts`, many at once; returns results or exceptions."""
 
         async def wait() -> list[Answer]:
             gate = asyncio.Semaphore(_AT_ONCE)
@@ -208,7 +208,7 @@ class Connection:
         return found
 
     def _place(self, name: str, write: Callable[[str], Any]) -> None:
-        """Write a file in a folder; under another name first, if others may see it before it is whole."""
+        """Write a file in a folder; under a temporary name first, if readers could see it half written."""
         path = self._path(name)
         self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
         if "file" not in self._fs.protocol:
@@ -224,7 +224,7 @@ class Connection:
             raise
 
     def _sessions(self) -> list[Any]:
-        """What has connections: of s3fs, of gcsfs, and of adlfs."""
+        """The objects that have connections, in s3fs, gcsfs and adlfs."""
         found = [self._client]
         for name in ("session", "service_client", "credential"):
             with contextlib.suppress(RuntimeError):  # of gcsfs, which has not connected yet
@@ -238,7 +238,7 @@ class Connection:
         for one in self._sessions():
             closing = one.close() if hasattr(one, "close") else None
             if inspect.isawaitable(closing):
-                with contextlib.suppress(Exception):  # there is nothing to do for a session that fails
+                with contextlib.suppress(Exception):  # a failing session needs nothing more
                     await asyncio.wait_for(closing, _CLOSING)
         if others:
             await asyncio.wait(others, timeout=_CLOSING)
@@ -255,14 +255,14 @@ def _class_of(url: str) -> Any:
     """The file system of a URL."""
     scheme = url.partition("://")[0]
     if scheme in ("gs", "gcs"):
-        # For these schemes gcsfs registers another class, which first asks by gRPC of which type a bucket is.
-        # An emulator does not answer that, and in a forked child it fails.
+        # gcsfs registers another class for these schemes, which first asks for the bucket's type by gRPC.
+        # Emulators do not answer that, and it fails in forked children.
         return require("gcsfs.core", "gcs", "a URL").GCSFileSystem
     return require("fsspec", "remote", "a URL").get_filesystem_class(scheme)
 
 
 def _time_limits(protocols: Any, options: Mapping[str, Any], patience: float) -> dict[str, Any]:
-    """Options that have a library give up a connection that hangs; what the user has said comes first."""
+    """Options that make a library give up hanging connections; the user's options have priority."""
     if "s3" in protocols:
         config: dict[str, Any] = {"connect_timeout": _CONNECT, "read_timeout": patience}
         config |= {"max_pool_connections": _AT_ONCE, "retries": {"max_attempts": 0}}
@@ -275,7 +275,7 @@ def _time_limits(protocols: Any, options: Mapping[str, Any], patience: float) ->
 
 
 def _mtime(info: Mapping[str, Any]) -> float:
-    """When an object was written, in seconds since 1970; 0 if nobody knows."""
+    """When an object was written, in seconds since 1970; 0 if unknown."""
     for name in _TIMES:
         value = info.get(name)
         if isinstance(value, datetime.datetime):
@@ -320,14 +320,14 @@ _CODES = {"NoSuchBucket": Kind.NO_BUCKET, "ContainerNotFound": Kind.NO_BUCKET, "
 _STATUS[416] = Kind.SHORT
 _CODES["InvalidObjectState"] = Kind.GONE  # the object is in an archive
 _CODES |= dict.fromkeys(("ExpiredToken", "InvalidToken", "TokenRefreshRequired"), Kind.REFUSED)
-# Classes of libraries that are imported only when they are used.
+# By name, as these libraries are imported only when used.
 _REFUSED_CLASS = re.compile("Credential|Auth|TokenRetrieval|Unauthorized")
 _HARMLESS = re.compile(r"url|region|project|endpoint|host|account_name|bucket", re.IGNORECASE)
 _SHORTEST, _LONGEST = 4, 300
 
 
 def kind_of(error: BaseException) -> Kind:
-    """What an error means, or one of those that it was translated from; what is unknown is a fault."""
+    """The meaning of an error, or of one of its causes; unknown errors are faults."""
     chain = [error]
     while (cause := chain[-1].__cause__) is not None and len(chain) < 10:
         chain.append(cause)
@@ -339,11 +339,11 @@ def kind_of(error: BaseException) -> Kind:
 
 
 def _said(error: BaseException) -> Kind | None:
-    """What a server has said by a code, or by the status of its answer."""
+    """The meaning of a server's error code or HTTP status."""
     response = getattr(error, "response", None)
     code: Any = getattr(error, "error_code", None)
     status = [getattr(error, name, None) for name in ("code", "status", "status_code")]
-    if isinstance(response, Mapping):  # botocore has such a one
+    if isinstance(response, Mapping):  # of botocore
         code = response.get("Error", {}).get("Code") or code
         status.append(response.get("ResponseMetadata", {}).get("HTTPStatusCode"))
     elif response is not None:
@@ -368,15 +368,15 @@ def _of_class(error: BaseException) -> Kind | None:
 
 
 class Texts:
-    """How errors read, without what is secret in some options."""
+    """Texts of errors, without the secrets in some options."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        # Messages are put on one line before this. A secret that was read from a file may end with a newline.
+        # Like messages, on one line. A secret read from a file may end with a newline.
         plain = {" ".join(secret.split()) for secret in _secrets(options)} - {""}
         self._secrets = sorted(plain, key=len, reverse=True)
 
     def of(self, error: BaseException) -> str:
-        """What an error says in one line."""
+        """The text of an error in one line, without secrets."""
         text = " ".join(str(error).split())
         for secret in self._secrets:
             text = text.replace(secret, "…")

@@ -1,7 +1,7 @@
-"""`BucketFiles`: a folder in a bucket as a file system to read from, for whoever looks into it as a whole.
+"""`BucketFiles`: a folder in a bucket as a read-only file system, for commands that read all of it.
 
-Few requests are made. The heads of segments, which are opened one after another, are fetched many together,
-and so are ranges that `will_need` names. What is left is fetched in large pieces. Nothing is written.
+It makes few requests: heads of segments, which are opened one after another, are fetched many together, and
+so are the ranges that `will_need` names; everything else in large pieces. It writes nothing.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from torchcache2.tiers.bucket.objects import Objects
 
 _HEADS = 32  # that are fetched together
 _FIRST_READ = 64 << 10  # bytes, as most heads are shorter
-_GAP = 64 << 10  # bytes that are read for nothing rather than that another request is made
+_GAP = 64 << 10  # unneeded bytes that cost less than another request
 _PIECE = 8 << 20  # bytes of one request
 _MOST = 256 << 20  # bytes that are fetched ahead
 Range = tuple[str, int, int]  # of an object: its name, and where it begins and ends
 
 
 class BucketError(TorchcacheError):
-    """A bucket fails, so that nobody knows what is there."""
+    """A bucket fails, so its content is unknown."""
 
 
 class _Object(Descriptor):
-    """An object in the place of an open file."""
+    """An object that stands for an open file."""
 
     __slots__ = ("name", "size")
 
@@ -46,10 +46,10 @@ class _Object(Descriptor):
 
 
 class BucketFiles(FileSystem):
-    """What is below the URL of a bucket, as it was when it was first asked for. Paths begin with the URL.
+    """The objects below the URL of a bucket, as first listed. Paths begin with the URL.
 
-    One thread uses it. A bucket that does not answer is a `BucketError`: it is no `OSError`, so that nobody
-    takes it for a file that is missing or damaged.
+    For one thread. A bucket that does not answer raises `BucketError`: no `OSError`, so that callers do not
+    take it for a missing or damaged file.
     """
 
     is_remote = True
@@ -63,9 +63,9 @@ class BucketFiles(FileSystem):
         self._pieces: dict[str, list[tuple[int, bytes]]] = {}  # by name, in the order of their positions
 
     def fetch_texts(self) -> None:
-        """Fetch at once what says of which format this is, and what each namespace stands for.
+        """Fetch the tag with the format, and all fingerprints, at once.
 
-        A namespace whose text is had this way need not be listed for it.
+        A namespace whose fingerprint came this way need not be listed for it.
         """
         with contextlib.suppress(FileNotFoundError):
             names = [info.name for info in self.listing(self._path("")) if info.is_folder]
@@ -135,7 +135,7 @@ class BucketFiles(FileSystem):
         return list(found)
 
     def will_need(self, file: Descriptor, offset: int, size: int) -> None:
-        """Have a range fetched together with others, when one of them is read."""
+        """Note a range: the first read of any noted range fetches them all."""
         if size:
             self._wanted.append((_of(file).name, offset, min(offset + size, _of(file).size)))
 
@@ -189,7 +189,7 @@ class BucketFiles(FileSystem):
         return memoryview(data)[offset - start : offset - start + size]
 
     def _fetch(self, file: _Object, offset: int, size: int) -> None:
-        """Get what has these bytes, and what is likely to be asked for next."""
+        """Fetch these bytes, and what is likely to be read next."""
         wanted, self._wanted = self._wanted, []
         if not SEGMENT_NAME.fullmatch(file.name.rpartition("/")[2]):
             self._texts[file.name] = b"".join(self._had([(file.name, 0, file.size)], file.name))
@@ -207,7 +207,7 @@ class BucketFiles(FileSystem):
             self._pieces.setdefault(name, []).append((start, data))
 
     def _fetch_heads(self, name: str) -> None:
-        """Get the head of a segment, and those of the next ones in its folder."""
+        """Fetch the head of a segment, and those of the next ones in its folder."""
         folder = name.rpartition("/")[0]
         following = [info for info in self._listings[folder] if SEGMENT_NAME.fullmatch(info.name)]
         sizes = {f"{folder}/{info.name}": info.size for info in following if f"{folder}/{info.name}" >= name}
@@ -222,12 +222,12 @@ class BucketFiles(FileSystem):
                 try:
                     size = head_size(head, sizes[one]) if data else 0
                 except DamagedError:
-                    continue  # whoever opens the segment finds out
+                    continue  # opening the segment reports it
                 if size > len(head):
                     needed[one] = size
 
     def _had(self, ranges: Sequence[Range], needed: str) -> list[bytes]:
-        """The bytes of ranges; none for objects that are gone, unless it is the one that is needed."""
+        """The bytes of ranges; empty for deleted objects, except that `needed` must exist."""
         found = self._objects.read(ranges)
         if any(data is None for data in found) and self._objects.cause is not None:
             raise self._failed()
@@ -236,7 +236,7 @@ class BucketFiles(FileSystem):
         return [data or b"" for data in found]
 
     def _info(self, path: str) -> FileInfo | None:
-        """What the listing says of a path; of the URL itself, that it is a folder."""
+        """The listing's entry for a path; the URL itself is a folder."""
         name = self._name(path)
         folder, _, last = name.rpartition("/")
         try:
@@ -272,7 +272,7 @@ def _of(file: Descriptor) -> _Object:
 
 
 def _merged(ranges: Sequence[Range]) -> Iterator[Range]:
-    """Ranges in order, neighbours put together, and long ones cut to pieces."""
+    """Ranges in order; neighbours are joined, and long ones cut into pieces."""
     joined: list[Range] = []
     for name, start, end in sorted(ranges):
         if joined and joined[-1][0] == name and start <= joined[-1][2] + _GAP:

@@ -1,4 +1,4 @@
-"""`Listing`: learns which segments a bucket has, and brings their heads to the local folder."""
+"""`Listing`: lists a bucket's segments, and fetches their heads into the local folder."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ LEAST_PACKED, MOST_PACK = 32, 32 << 20  # heads, and bytes, of a pack
 
 
 class Listing:
-    """What a bucket has of one namespace. A row may have `limit` bytes.
+    """A bucket's segments of one namespace. A row may have up to `limit` bytes.
 
     Attributes
     ----------
     was_had : bool
-        Whether the bucket has ever said what it has.
+        Whether the bucket has ever been listed.
     """
 
     def __init__(
@@ -54,20 +54,20 @@ class Listing:
         self._limit = limit
         self._lock = ProcessLock()
         self._listed = -math.inf
-        self._longest = _FIRST_READ  # of the heads that were seen
-        self._packs: set[str] = set()  # those that were read
-        self._bad: dict[str, int] = {}  # objects that are no segments, and their sizes then
+        self._longest = _FIRST_READ  # of the heads so far
+        self._packs: set[str] = set()  # packs that were read
+        self._bad: dict[str, int] = {}  # damaged objects, and their sizes then
 
     def is_quiet(self, every: float) -> bool:
-        """Whether `look` would do nothing, and no other thread is looking."""
+        """Whether `look` would do nothing now."""
         return time.monotonic() - self._listed < every and not self._lock().locked()
 
     def look(self, since: int, every: float) -> bool:
-        """Fetch the heads of segments that are not known, and forget those of objects that are gone.
+        """Fetch the heads of new segments, and forget those of deleted objects.
 
-        Returns whether the folder may have changed. Segments that were made up to `since`, in milliseconds
-        since 1970, are left out. The bucket is asked at most once in `every` seconds, and threads wait for
-        each other. `NewerFormatError` if a segment is of a later version of the format.
+        Returns whether the folder may have changed. Ignores segments made up to `since`, in milliseconds
+        since 1970. Asks the bucket at most once in `every` seconds; threads wait for each other.
+        `NewerFormatError` if a segment is of a later version of the format.
         """
         with self._lock():
             if time.monotonic() - self._listed < every:
@@ -88,7 +88,7 @@ class Listing:
             self._fetch(dict(wanted), found.packs, found.others)
             if self._objects.cause is None:
                 self._listed = time.monotonic()
-            return True  # if it has shown nothing new, another process may have been faster
+            return True  # even if nothing is new: another process may have been faster
 
     def _known(self) -> set[str]:
         """The names of segments whose heads need not be fetched."""
@@ -105,7 +105,7 @@ class Listing:
     def _fetch(self, sizes: dict[str, int], packs: Sequence[FileInfo], others: Sequence[FileInfo]) -> None:
         """Write the heads of segments of these sizes to the local folder, or keep them in memory.
 
-        Processes that do so at the same time begin with different ones, and leave out what others have had.
+        Processes that do this at the same time begin with different heads, and skip what others have fetched.
         """
         fs = self._directory.fs
         writes = bool(sizes) and self._prepare(others)
@@ -123,7 +123,7 @@ class Listing:
                 break
 
     def _packed(self, sizes: dict[str, int], packs: Sequence[FileInfo]) -> Iterator[dict[str, bytes]]:
-        """The heads of many segments that are in packs; a pack has none behind the one it is named after."""
+        """The heads of segments that are in packs; a pack's name is that of its last segment."""
         folder = self._namespace.hex()
         for info in packs if len(sizes) >= LEAST_PACKED else ():
             if info.name in self._packs or info.size > MOST_PACK or info.name < min(sizes, default="~"):
@@ -133,7 +133,7 @@ class Listing:
                 return
             self._packs.add(info.name)
             heads = dict[str, bytes]()
-            with contextlib.suppress(DamagedError):  # what it lacks is read from the segments
+            with contextlib.suppress(DamagedError):  # the rest is read from the segments
                 for name, (size, head) in unpack(data).items():
                     with contextlib.suppress(DamagedError):
                         if sizes.get(name) == size:
@@ -142,7 +142,7 @@ class Listing:
             yield heads
 
     def _alone(self, sizes: dict[str, int]) -> Iterator[dict[str, bytes]]:
-        """The heads of segments, read from these, or from files that are here."""
+        """The heads of segments, read from the bucket or from local segments."""
         fs, names = self._directory.fs, list(sizes)
         random.shuffle(names)
         for first in range(0, len(names), _AT_ONCE):
@@ -153,7 +153,7 @@ class Listing:
             yield heads | self._read({name: sizes[name] for name in some if name not in heads})
 
     def _prepare(self, others: Sequence[FileInfo]) -> bool:
-        """Make the local folder, and have it say what the namespace stands for; whether that has worked."""
+        """Make the local folder and its ``fingerprint.json``; returns whether that worked."""
         directory, fs = self._directory, self._directory.fs
         try:
             if directory.format() not in (None, FORMAT_VERSION):
@@ -172,7 +172,7 @@ class Listing:
         return True
 
     def _of_file(self, name: str, size: int) -> bytes | None:
-        """The head of a local segment that is as large as that of the bucket; None if there is none."""
+        """The head of a local segment of the same size; None if there is none."""
         try:
             head, found = read_head(self._directory.fs, self._path(name))
             parse_head(head, found, self._limit, structured=False)
@@ -181,7 +181,7 @@ class Listing:
         return head if found == size else None
 
     def _read(self, sizes: Mapping[str, int]) -> dict[str, bytes]:
-        """The heads of segments of these sizes, checked; at once, unless some are long."""
+        """The checked heads of segments, by name and size; in one request each, unless they are long."""
         folder, heads, doubted = self._namespace.hex(), dict[str, bytes](), set[str]()
         data = dict.fromkeys(sizes, b"")
         ends = {name: min(size, self._longest) for name, size in sizes.items()}
@@ -191,7 +191,7 @@ class Listing:
                 [(f"{folder}/{name}", len(data[name]), end) for name, end in ends.items()]
             )
             for name, piece in zip(ends, read, strict=True):
-                if piece is None:  # it is gone by now, or the bucket fails
+                if piece is None:  # the object is gone, or the bucket fails
                     continue
                 data[name] += piece
                 try:
@@ -202,7 +202,7 @@ class Listing:
                     head = data[name][:needed]
                     self._check(head, sizes[name])
                 except DamagedError as error:
-                    if name not in doubted:  # the object may be good, and the line not
+                    if name not in doubted:  # perhaps the transfer was damaged
                         doubted.add(name)
                         data[name], more[name] = b"", min(sizes[name], self._longest)
                         continue

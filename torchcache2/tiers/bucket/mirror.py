@@ -1,9 +1,8 @@
-"""`Mirror`: keeps a local folder and a bucket alike, in threads of its own.
+"""`Mirror`: synchronises a local folder and a bucket, in threads of its own.
 
-What is sealed in the folder is uploaded, whichever process has written it; what the bucket has comes down as
-long as there is room. Of the processes that share a folder one does this, which `MirrorLock` decides, and
-when it ends another one takes over. Nothing depends on how a process ends: what the bucket lacks is found by
-looking.
+It uploads segments sealed in the folder by any process, and downloads those of the bucket as long as there is
+room. One of the processes that share a folder, chosen by `MirrorLock`, does this; when it ends, another takes
+over. However a process ends, the next one finds what the bucket lacks by looking.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from torchcache2.tiers.bucket.transfers import Downloads, Folders, Transfer, Upl
 
 
 class MirrorLock:
-    """The lock of one folder; it belongs to the process that has made it, and to one thread there."""
+    """The lock of one folder, for one thread of the process that makes it."""
 
     def __init__(self, directory: CacheDirectory) -> None:
         self._fs = directory.fs
         self._path = os.path.join(directory.path, MIRROR)
         self._file: Descriptor | None = None
         self._holds = False
-        opening = self._opening = threading.Lock()  # nobody forks while a file is open that is not noted yet
+        opening = self._opening = threading.Lock()  # no fork between opening the file and noting it
         own = weakref.ref(self)
 
         def let_go() -> None:
@@ -48,13 +47,13 @@ class MirrorLock:
             )
 
     def take(self) -> bool | None:
-        """Whether this process is the one that mirrors from now on; None if nothing can be locked there."""
+        """Whether this process mirrors from now on; None if the lock file cannot be used."""
         try:
             if self._file is not None and not self._fs.same(self._file, self._path):
-                self.release()  # somebody has deleted it: others would lock another file
+                self.release()  # it was deleted: others would lock a new file
             if not self._holds:
                 file = self._open()
-                # Where there are no locks, every process mirrors: they write the same bytes.
+                # Without locks, every process mirrors: they write the same bytes.
                 self._holds = self._fs.lock(file, exclusive=True) is not False
         except OSError:
             self.release()
@@ -62,12 +61,12 @@ class MirrorLock:
         return self._holds
 
     def beat(self) -> None:
-        """Show others that what the bucket or the folder lacks is on its way."""
+        """Signal other processes that transfers are making progress."""
         with contextlib.suppress(OSError):
             self._fs.touch(self._path)
 
     def last_beat(self) -> int:
-        """A number that changes with each beat of whoever mirrors."""
+        """A number that changes with each beat of the mirroring process."""
         try:
             return self._fs.changed(self._path)
         except OSError:
@@ -82,8 +81,8 @@ class MirrorLock:
     def _open(self) -> Descriptor:
         file = self._file
         if file is None:
-            # This does not wait for the lock: the garbage collector may call it in a thread that is about to
-            # fork and so has the lock itself, which would wait for ever.
+            # Do not wait for the lock: the garbage collector may call this in a thread that is about to fork
+            # and holds the lock itself.
             if not self._opening.acquire(blocking=False):
                 raise BlockingIOError("the process is forking")
             try:
@@ -97,23 +96,23 @@ class MirrorLock:
         return file
 
     def _close(self) -> None:
-        """Close the file, although a thread that a forked child does not have may refer to it."""
+        """Close the file, even if a frame of a thread that a forked child lacks refers to it."""
         file, self._file, self._holds = self._file, None, False
         if file is not None:
             file.close()
 
 
-_EXIT_PRIORITY = 5  # lower than that of the disk tier's writer, higher than that of a temporary folder
+_EXIT_PRIORITY = 5  # below the disk tier's writer, above a temporary folder
 _AT_ONCE, _DOWN_AT_ONCE = 4, 8  # transfers
-_MOST_FAILURES = 3  # of one file, after which nobody waits for it
-_RESUMED_AFTER = 1.0  # seconds, while the bucket is left out
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds after a file could not be uploaded, and the bucket works
+_MOST_FAILURES = 3  # of one file, after which flushes ignore it
+_RESUMED_AFTER = 1.0  # seconds between tries while the bucket pauses
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds after a failed upload while the bucket works
 _BEATS = 1.0  # seconds
-_ENDING = 10.0  # seconds that transfers may take that nobody waits for, when the mirror ends
+_ENDING = 10.0  # seconds for remaining transfers when the mirror ends
 
 
 class _Flush:
-    """Somebody who waits. `names` are what the bucket has to have; None before the first look."""
+    """A waiting `flush`. `names` are the files that the bucket still lacks; None before the first look."""
 
     def __init__(self) -> None:
         self.since = time.monotonic()
@@ -124,7 +123,7 @@ class _Flush:
 class Mirror:
     """The mirror of one folder, in each process that uses it.
 
-    A worker of a `DataLoader` mirrors nothing, as its parent does. In a forked child `begin` is to be called.
+    Workers of a `DataLoader` do not mirror, as their parent does. Forked children must call `begin`.
 
     Parameters
     ----------
@@ -132,17 +131,17 @@ class Mirror:
     directory : CacheDirectory
         The local folder.
     budget : int
-        How many bytes the folder may have; uploads do not depend on it.
+        Most bytes of the folder; uploads do not depend on it.
     flush_first : callable, optional
-        Seals what waits to be written to the folder; called when the process ends.
+        Seals unsealed rows; called when the process ends.
     uploads : bool
-        Whether anything is uploaded; else files only come down.
+        Whether to upload; False: download only.
     temporary : bool
         Whether the folder is deleted when this is closed.
     pause : float
-        Seconds between two looks at the folder, for what other processes write.
+        Seconds between looks at the folder for files of other processes.
     silence : float
-        Seconds. Who waits for uploads of another process gives up after so long without a sign of them.
+        Seconds without a beat of the mirroring process after which waiting for its uploads ends.
     """
 
     def __init__(
@@ -161,12 +160,12 @@ class Mirror:
         self._objects, self._directory, self._budget = objects, directory, budget
         self._flush_first, self._temporary = flush_first, temporary
         self._pause, self._silence = pause, silence
-        self._lock = ProcessLock(threading.RLock)  # the garbage collector may close this at any point
+        self._lock = ProcessLock(threading.RLock)  # reentrant: the garbage collector may call `close`
         self._pid, self._is_closed = -1, False  # the process that has the threads
         before_pools_end(self._flush_at_end)
 
     def begin(self) -> None:
-        """Begin to mirror in this process, if it should and does not yet; this may be called often."""
+        """Start mirroring in this process, if it should and has not yet; cheap to call again."""
         if self._is_closed or self._runs() or get_worker_info() is not None:
             return
         with self._lock():
@@ -174,12 +173,12 @@ class Mirror:
                 self._start_anew()
 
     def wake(self) -> None:
-        """Have what was written to the folder just now be uploaded at once."""
+        """Upload what was just written to the folder at once."""
         if self._runs():
             self._wake.set()
 
     def flush(self) -> None:
-        """Return when the bucket has what is sealed in the folder now; warns if that cannot be had."""
+        """Return once the bucket has all segments in the folder; warns if that fails."""
         self.begin()
         if not self._runs() or self.is_busy_here():
             return
@@ -195,9 +194,9 @@ class Mirror:
                 flush.is_done.wait(self._pause)
 
     def close(self) -> None:
-        """Flush, and end the threads; not to be called where this `is_busy_here`.
+        """Flush, and end the threads; must not be called if `is_busy_here()`.
 
-        A transfer that nobody waits for is given some seconds.
+        Transfers that are still running get some seconds.
         """
         if self._is_closed:
             return
@@ -213,7 +212,7 @@ class Mirror:
             self._sole.release()
 
     def is_busy_here(self) -> bool:
-        """Whether uploads depend on this thread, so that it cannot wait for them.
+        """Whether uploads need this thread, so that it must not wait for them.
 
         The garbage collector may close a tier in any thread.
         """
@@ -221,24 +220,24 @@ class Mirror:
         return here.name == LOOP_THREAD or (self._runs() and here in self._threads())
 
     def _runs(self) -> bool:
-        """Whether the threads are of this process: a forked child has not inherited its parent's."""
+        """Whether this process has the threads: a forked child does not inherit them."""
         return self._pid == os.getpid()
 
     def _start_anew(self) -> None:
-        """Forget what another process has done, and start to look."""
+        """Forget the parent's state, and start the thread."""
         self._folders = Folders(self._directory)
         self._uploads = Uploads(self._objects, self._directory)
         self._downloads = Downloads(self._objects, self._directory, self._budget)
         self._sole = MirrorLock(self._directory)
         self._wake = threading.Event()
         self._flushes: list[_Flush] = []
-        self._looking = threading.RLock()  # without a thread of ours, several that wait look themselves
+        self._looking = threading.RLock()  # without our thread, waiting threads look themselves
         self._going_up: dict[Transfer, threading.Thread] = {}
         self._going_down: dict[Transfer, threading.Thread] = {}
-        self._failures: dict[Transfer, tuple[int, float]] = {}  # how often, and when to try again
-        self._failed_since = -1.0  # when the last upload that has failed began
-        self._not_before = 0.0  # when to ask a bucket again that was left out
-        self._most = _AT_ONCE  # uploads; one after a fault, as all share a line that may be slow
+        self._failures: dict[Transfer, tuple[int, float]] = {}  # how often, and when to retry
+        self._failed_since = -1.0  # start of the last failed upload
+        self._not_before = 0.0  # when to ask a failing bucket again
+        self._most = _AT_ONCE  # uploads at once; 1 after a fault, as they share a line that may be slow
         self._beat_at = 0.0
         self._heard = 0, 0.0  # the last beat of another process, and when it was seen
         self._exit = AtExit(self._close_at_exit, _EXIT_PRIORITY)
@@ -248,7 +247,7 @@ class Mirror:
         self._pid = os.getpid()
         try:
             self._thread.start()
-        except RuntimeError:  # there are too many threads, or the interpreter is ending: `flush` uploads
+        except RuntimeError:  # too many threads, or interpreter exit: `flush` uploads
             self._thread = None
 
     def _threads(self) -> list[threading.Thread]:
@@ -260,11 +259,11 @@ class Mirror:
             self._wake.clear()
             begun = time.monotonic()
             self._look()
-            time.sleep(min(1.0, 4 * (time.monotonic() - begun)))  # to look takes long if there are many files
+            time.sleep(min(1.0, 4 * (time.monotonic() - begun)))  # a look at many files takes long
             self._wake.wait(self._pause)
 
     def _look(self) -> None:
-        """Look once; if that fails, nobody waits any more."""
+        """Look once; if that fails, end all waiting flushes."""
         with self._looking:
             try:
                 self._round()
@@ -274,13 +273,13 @@ class Mirror:
 
     def _round(self) -> None:
         """Look once, and start transfers."""
-        flushes = list(self._flushes)  # first: who comes later may have written something meanwhile
-        coming = list(self._going_down)  # before the look: what comes meanwhile is counted, if not seen there
+        flushes = list(self._flushes)  # first: later flushes may have written more
+        coming = list(self._going_down)  # before the look, so that downloads ending meanwhile still count
         holds = self._sole.take()
         contents = self._folders.look(anew=any(flush.names is None for flush in flushes))
         self._downloads.note(contents)
         lacking = self._uploads.wanted(contents)
-        if not (holds and self.uploads):  # only who uploads knows what the bucket's fingerprints say
+        if not (holds and self.uploads):  # only the uploader knows the bucket's fingerprints
             lacking = [one for one in lacking if one.name != FINGERPRINT and not one.name.endswith(PACK)]
         if lacking and not self.uploads:
             self._sole.release()  # to a process that uploads
@@ -298,7 +297,7 @@ class Mirror:
         if self._objects.cause is None and now - self._beat_at > _BEATS:
             self._beat_at = now
             self._sole.beat()
-        # A fingerprint comes last: after the segments that somebody waits for, or after all.
+        # A fingerprint comes last: after the segments that flushes wait for, or after all.
         awaited = set().union(*(flush.names or () for flush in flushes)) if flushes else set(lacking)
         waiting = {transfer.namespace for transfer in awaited if transfer.name != FINGERPRINT}
         for transfer in lacking:
@@ -353,7 +352,7 @@ class Mirror:
                     self._failures[transfer] = count + 1, now + pause
 
     def _is_hopeless(self, holds: bool | None, flushes: Collection[_Flush]) -> bool:
-        """Whether nobody uploads, or can."""
+        """Whether no process uploads, or can."""
         if holds or holds is None:
             return holds is None or bool(self._uploads.ended)
         beat, now = self._sole.last_beat(), time.monotonic()
@@ -362,7 +361,7 @@ class Mirror:
         return now - max([self._heard[1], *(flush.since for flush in flushes)]) > self._silence
 
     def _answer(self, flushes: list[_Flush], *, is_hopeless: bool) -> None:
-        """Tell those who wait if they need not any more."""
+        """End the flushes that have nothing left to wait for, or no hope."""
         for flush in flushes:
             names = flush.names or set()
             is_tried = self._objects.cause is not None and self._failed_since >= flush.since

@@ -1,4 +1,4 @@
-"""`Objects`: what one process asks of a bucket, and how its faults are met."""
+"""`Objects`: one process's requests to a bucket, with retries, warnings and pauses."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from torchcache2.tiers.breaker import Breaker
 from torchcache2.tiers.bucket.connection import Connection, Kind, Texts, kind_of
 
 _MOST_TAG, _MOST_TEXT = 4096, 64 << 10  # bytes
-_MISTAKES = (TypeError, ValueError, ImportError, AttributeError)  # options that a library does not take
+_MISTAKES = (TypeError, ValueError, ImportError, AttributeError)  # options that a library refuses
 _READING, _WRITING = b"reading", b"writing"  # credentials may allow one of them only
 T = TypeVar("T")
 
 
 class Objects(Breaker):
-    """The objects below the URL of a bucket; faults of the bucket are met inside.
+    """The objects below the URL of a bucket; handles faults of the bucket itself.
 
-    A name is relative to the URL. Threads may share this, and a forked child makes a connection of its own.
-    What fails is tried again, whatever the reason; if that does not help, it is a fault, there is one
-    warning, and the bucket is left out for a while: nothing is asked of it, and nothing is had. Credentials
-    that are refused are read again once.
+    Names are relative to the URL. Threads may share this; a forked child makes its own connection. Failed
+    requests are tried again, whatever the reason. If that does not help, it counts a fault, warns once, and
+    makes no requests for a while; nothing is found meanwhile. If credentials are refused, it reads them again
+    once.
 
     Parameters
     ----------
@@ -42,20 +42,18 @@ class Objects(Breaker):
     tell : ToldOnce, optional
         Warns once for each kind of fault.
     patience : float
-        Seconds that the bucket may take to answer, besides those for the bytes.
+        Seconds that the bucket may take to answer, besides the transfer.
     tries : int
-        How often something is tried.
-    backoff : float
-        Seconds before the second try; each further time twice as long. Up to half of it more or less.
+        How often to try a request. Seconds before the second try, ±50 %; doubles each time.
     pause : float
-        Seconds for which the bucket is left out first; each further time twice as long, up to a minute.
+        Seconds without requests after a fault; doubles each time, up to a minute.
 
     Attributes
     ----------
     corrupt : int
-        Damaged objects that were met: whoever reads them counts them here.
+        Damaged objects: their readers count them here.
     bytes_up, bytes_down : int
-        What was written and read.
+        Bytes written and read.
     is_closed : bool
     """
 
@@ -77,7 +75,7 @@ class Objects(Breaker):
         self._causes: dict[bytes | None, Exception] = {}  # None: neither reading nor writing works
         self._lock = ProcessLock()
         self._shared: dict[str, Any] = {}  # see `Connection`
-        self._held: list[Connection] = []  # that of this process, when there is one
+        self._held: list[Connection] = []  # this process's connection, once made
         self.is_closed = False
         weakref.finalize(self, _close, self._held)
         if hasattr(os, "register_at_fork"):
@@ -88,15 +86,15 @@ class Objects(Breaker):
 
     @property
     def cause(self) -> Exception | None:
-        """Why the bucket is left out, without secrets; None since reading works again."""
+        """Why reading pauses, without secrets; None if it works."""
         return self._causes.get(None) or self._causes.get(_READING)
 
     def check(self) -> None:
         """Raise an error if the URL cannot be that of a cache directory.
 
-        That is an `OptionError` if the credentials are refused, there is no such bucket, or another program
-        has tagged the folder as its cache; a `NewerFormatError` if a later version of the format is there. A
-        bucket that does not answer is a counted fault and no error.
+        `OptionError` if the credentials are refused, the bucket does not exist, or another program has tagged
+        the folder as its cache; `NewerFormatError` if it has a later version of the format. A bucket that
+        does not answer counts as a fault, without an error.
         """
         url = self.bucket.url
         try:
@@ -118,14 +116,14 @@ class Objects(Breaker):
         return self._ask(lambda connection: _listing(connection, folder), None)
 
     def read(self, ranges: Sequence[tuple[str, int, int]]) -> list[bytes | None]:
-        """Read ``(name, start, end)``, many at once; None for what is not had as a whole: see `fetch`."""
+        """Read ranges ``(name, start, end)``, many at once; None for those that fail: see `fetch`."""
         return [None if isinstance(one, Exception) else one for one in self.fetch(ranges)]
 
     def fetch(self, ranges: Sequence[tuple[str, int, int]]) -> list[bytes | Exception]:
-        """The same, with the reason in the place of what is not had.
+        """Like `read`, with the error in place of None.
 
-        That is a `FileNotFoundError` if the object is gone, a `DamagedError` if it ends before, and an
-        `AwayError` if the bucket fails.
+        `FileNotFoundError` if the object is gone, `DamagedError` if it is too short, `AwayError` if the
+        bucket fails.
         """
         failed = AwayError(errno.EIO, f"{self.bucket.url} fails")
         found: list[bytes | Exception] = [b"" if start >= end else failed for _, start, end in ranges]
@@ -155,7 +153,7 @@ class Objects(Breaker):
         return found
 
     def texts(self, names: Sequence[str]) -> dict[str, bytes]:
-        """Small objects, many at once; those that are gone, empty or larger than 64 kB are left out."""
+        """Small objects, many at once, without those that are gone, empty or larger than 64 kB."""
         found = dict[str, bytes]()
 
         def read(connection: Connection) -> None:
@@ -173,9 +171,9 @@ class Objects(Breaker):
         return {name: data for name, data in found.items() if 0 < len(data) < _MOST_TEXT}
 
     def upload(self, path: str, name: str) -> bool:
-        """Write a local file to an object, which is replaced; whether that has worked.
+        """Write a local file to an object, replacing it; returns whether that worked.
 
-        It is no fault of the bucket if the file cannot be read.
+        An unreadable file is no fault of the bucket.
         """
 
         def upload(connection: Connection) -> bool:
@@ -184,14 +182,14 @@ class Objects(Breaker):
             return True
 
         try:
-            with open(path, "rb") as file:  # somebody may delete it
+            with open(path, "rb") as file:  # it may be deleted meanwhile
                 size = os.fstat(file.fileno()).st_size
         except OSError:
             return False
         return self._ask(upload, False, _WRITING)
 
     def write(self, name: str, data: bytes) -> bool:
-        """Write an object of some bytes, which is replaced; whether that has worked."""
+        """Write an object of some bytes, replacing it; returns whether that worked."""
 
         def write(connection: Connection) -> bool:
             connection.write(name, data)
@@ -220,12 +218,12 @@ class Objects(Breaker):
             raise OSError(f"{self.bucket.url}: {self._texts.of(error)}") from None
 
     def close(self) -> None:
-        """Close the connections; from now on the bucket has nothing."""
+        """Close the connections; afterwards nothing in the bucket is found."""
         self.is_closed = True
         self._forget()
 
     def _ask(self, what: Callable[[Connection], T], failed: T, part: bytes = _READING) -> T:
-        """What a function of a connection returns; `failed` if the bucket fails or is left out."""
+        """The result of a function of the connection; `failed` if the bucket fails or pauses."""
         if self.is_closed or not self.allows(part):
             return failed
         try:
@@ -236,7 +234,7 @@ class Objects(Breaker):
         return failed
 
     def _patiently(self, what: Callable[[Connection], T], part: bytes) -> T:
-        """Try a function of a connection until it works, or has failed as often as it may."""
+        """Call a function of the connection until it works, or the tries are used up."""
         left = 1 if self._causes.keys() & {None, part} else self._tries
         seconds = self._backoff
         while True:
@@ -265,11 +263,11 @@ class Objects(Breaker):
         return answer
 
     def _met(self, error: Exception, part: bytes) -> None:
-        """Respond to a fault: the bucket is left out for a while, or what the credentials do not allow."""
+        """Respond to a fault: pause requests to the bucket, or only those that the credentials forbid."""
         self.faults += 1
         text, url = self._texts.of(error), self.bucket.url
         stops = None if kind_of(error) is Kind.FAULT else part
-        if self.allows(part):  # another thread may have found out at the same time
+        if self.allows(part):  # another thread may have met the fault at the same time
             self.failed(stops, is_lasting=True)
         self._causes[stops] = OSError(f"{url}: {text}")
         message = "%s fails (%s): %s. It is left out, and tried again later"
@@ -295,7 +293,7 @@ class Objects(Breaker):
         if not names:
             try:
                 connection.ask_for_bucket()
-            except Exception as error:  # credentials may not allow that question
+            except Exception as error:  # credentials may forbid this request
                 if kind_of(error) is not Kind.REFUSED:
                     raise
         if TAG not in names:
@@ -330,7 +328,7 @@ def _close(held: list[Connection]) -> None:
 
 
 def _forked(reference: weakref.ref[Objects]) -> None:
-    """Let go of what the parent has opened: this process is a new child."""
+    """Abandon the parent's connections in a forked child."""
     objects = reference()
     if objects is not None:
         for connection in objects._held:

@@ -1,8 +1,8 @@
-"""`BucketSource`: the bucket below a disk tier, whose segments its local folder shows as if they were there.
+"""`BucketSource`: the bucket below a disk tier, whose segments appear in its local folder.
 
-The tier asks it to `look` if rows are missing: the heads of segments that the bucket has are brought to the
-folder. From then on the tier finds their rows as any others, and `BucketFolder` fetches what is read. What is
-sealed in the folder is uploaded by `Mirror`.
+If rows are missing, the tier asks it to `look`: it fetches the heads of the bucket's segments into the
+folder. From then on the tier finds their rows like any others, and `BucketFolder` fetches what is read.
+`Mirror` uploads segments sealed in the folder.
 
 Safe under threads, under fork, and for any number of processes with one local folder.
 """
@@ -23,7 +23,7 @@ from torchcache2.tiers.bucket.mirror import Mirror
 from torchcache2.tiers.bucket.objects import Objects
 from torchcache2.tiers.bucket.sparse import BucketFolder
 
-LEAST_LIMIT = 1 << 30  # bytes that a row of a bucket may have, however small the folder is
+LEAST_LIMIT = 1 << 30  # bytes allowed for a row of a bucket, however small the folder is
 _MILLISECOND = 1_000_000  # nanoseconds
 
 
@@ -36,18 +36,18 @@ class BucketSource:
     path : str
         The local folder.
     budget : int
-        Bytes that the folder may have. Where it is full, or with 0, what is read is not kept there.
+        Most bytes of the folder. If it is full, or the budget 0, rows that are read are not kept there.
     fs : FileSystem, optional
     objects : Objects, optional
-        What this process asks of the bucket; it is closed with this.
+        This process's access to the bucket; closed with this.
     signals : Signals, optional
         Signals between the processes of a job.
     every : float
-        Seconds after which the bucket may be asked again which segments it has, if rows are missing.
+        Least seconds between listings of the bucket, when rows are missing.
     uploads : bool or None
-        Whether what is sealed in the folder is uploaded; None: nor does anything come down that is not read.
+        Whether to upload segments sealed in the folder; None: also download nothing but what is read.
     flush_first : callable, optional
-        Seals what waits to be written; called when the process ends.
+        Seals unsealed rows; called when the process ends.
     temporary : bool
         Whether the folder is deleted when this is closed.
 
@@ -89,11 +89,11 @@ class BucketSource:
             )
 
     def look(self, namespace: bytes, has_all: Callable[[], bool]) -> bool:
-        """Learn which segments of a namespace the bucket has, if it is time.
+        """List a namespace's segments in the bucket, if it is time.
 
-        Returns whether the folder may have changed. The bucket is asked if `has_all()` says that rows are
-        missing; and once by each process that uploads, unless that is a worker: heads of an earlier run may
-        be those of another bucket, or of one that was emptied since. `NewerFormatError` if a segment is of a
+        Returns whether the folder may have changed. Asks the bucket if rows are missing (`has_all()` is
+        False), and once in each process that uploads, except workers: heads of an earlier run may be from
+        another bucket, or the bucket may have been emptied since. `NewerFormatError` if a segment is of a
         later version of the format.
         """
         if self._mirror is not None:
@@ -105,26 +105,26 @@ class BucketSource:
         if listing.is_quiet(self._every) or ((listing.was_had or not doubts) and has_all()):
             return False
         since = max(self._dropped_at.get(namespace, 0), self._drops() // _MILLISECOND)
-        with self.folder.reading():  # who lists is about to read
+        with self.folder.reading():  # its reads come next
             return listing.look(since, self._every)
 
     def drop(self, namespace: bytes) -> None:
-        """Leave out what the bucket has now; nothing there is deleted."""
+        """Ignore what the bucket has now, without deleting it there."""
         self._dropped_at[namespace] = time.time_ns() // _MILLISECOND
         self.folder.heads.clear()  # those of other namespaces are fetched again
 
     def wake(self) -> None:
-        """Have what was sealed just now be uploaded at once."""
+        """Upload the segments sealed just now at once."""
         if self._mirror is not None:
             self._mirror.wake()
 
     def flush(self) -> None:
-        """Return when what was put into the folder is in the bucket, or cannot be."""
+        """Return once the folder's segments are in the bucket, or cannot be uploaded."""
         if self._mirror is not None:
             self._mirror.flush()
 
     def close(self) -> None:
-        """Flush, and close the connections. From then on nothing of the bucket is found."""
+        """Flush, and close the connections. Afterwards nothing in the bucket is found."""
         if self._mirror is not None:
             self._mirror.close()
         self.objects.close()

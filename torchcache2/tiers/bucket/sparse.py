@@ -1,18 +1,17 @@
-"""`BucketFolder`: the local folder of a bucket as a file system, in which every segment with a head is there.
+"""`BucketFolder`: the local folder of a bucket as a file system that contains every segment with a head.
 
-The disk tier reads from it as from any folder. What is read for the first time is fetched, in the block that
-has it, and each block crosses the network once. Until a segment is whole, its blocks are in a sparse file
-``<segment>.part``, and ``<segment>.part.map`` has a byte for each: `_MISSING`, `_HERE`, or `_COMING` while a
-process fetches it. All processes of the machine share both. When the last block is here, the file gets its
-name as a segment.
+The disk tier reads from it as from any folder. The first read of a block fetches it, so each block crosses
+the network once. Until a segment is whole, its blocks are in a sparse file ``<segment>.part``, and
+``<segment>.part.map`` has a byte for each: `_MISSING`, `_HERE`, or `_COMING` while a process fetches it. All
+processes of the machine share both. With the last block, the file is renamed to the segment.
 
-At the first visit to a segment, a reader fetches the blocks that it needs, so that a first batch is quick,
-and later also those around them: the requests of an epoch are large. What is left is filled in the
-background, when nobody has read for a moment. Where a folder has no room for a segment, ranges are fetched
-and not kept.
+The first visit to a segment fetches just the blocks that it needs, so that a first batch is quick; later
+visits also fetch blocks around them, so that an epoch makes large requests. The mirror fills in the rest when
+no process has read for a moment. If the folder has no room for a segment, its ranges are fetched but not
+kept.
 
-No file is locked, and nothing waits for the disk. What a race, a kill or a power cut may spoil is the content
-of a block, which the checksums of its rows show: then `doubt` has the file fetched anew.
+Segments are never locked, and nothing waits for the disk. A race, a kill or a power cut may spoil the content
+of a block; the checksums of its rows show that, and `doubt` has the file fetched anew.
 """
 
 from __future__ import annotations
@@ -34,23 +33,23 @@ from torchcache2.tiers.bucket.objects import Objects
 
 _BLOCK = 64 << 10  # bytes
 _MISSING, _HERE, _COMING = range(3)
-_GAP = 16 << 10  # bytes; to fetch so many that nobody needs costs less than another request
+_GAP = 16 << 10  # unneeded bytes that cost less than another request
 _PIECE = 8 << 20  # bytes of one request; several at once are faster than a long one
-_MOST_AHEAD = 32 << 20  # bytes that one fetch may have besides what is needed
+_MOST_AHEAD = 32 << 20  # most unneeded bytes of one fetch
 _LOOK_EVERY, _READERS_EVERY = 0.005, 0.1  # seconds
-_QUIET = 0.5  # seconds without a reader, after which segments are filled: a reader that pauses soon goes on
+_QUIET = 0.5  # seconds without a read after which the mirror fills segments: readers pause briefly
 _TRIES = 20
-_STALE = 5.0  # seconds without a new block, after which whoever was fetching counts as dead
+_STALE = 5.0  # seconds without a new block after which the fetching process counts as dead
 _SCAN_EVERY, _FULL_FOR = 1.0, 60.0  # seconds
 _MOST_HEAD = 1 << 30
-_OF_FILES_HERE = (  # what means the same for a folder without a bucket
+_OF_FILES_HERE = (  # methods of the plain folder that need no change
     *("create", "write", "sync", "sync_folder", "rename", "remove", "touch"),
     *("lock", "unlock", "same"),
 )
 
 
 class _Open(NamedTuple):
-    """Files of a segment: a sparse one and its map; a whole one, without a map; or nothing."""
+    """The open files of a segment: sparse file and map; or a whole file, without map; or nothing."""
 
     data: Descriptor | None = None
     map: Descriptor | None = None
@@ -62,20 +61,20 @@ class _Open(NamedTuple):
 
 
 class _Sparse(Descriptor):
-    """A segment of which not all was here when it was opened."""
+    """A segment that was not wholly here when opened."""
 
     __slots__ = ("files", "path", "size", "start")
 
     def __init__(self, path: str, start: int, size: int) -> None:
         self.path, self.start, self.size = path, start, size
-        self.files = _Open()  # replaced as a whole: threads share this
+        self.files = _Open()  # replaced in one assignment: threads share this
 
     def __del__(self) -> None:
         """There is nothing to close."""
 
 
 class _Range(NamedTuple):
-    """Bytes that are to be fetched; `is_kept` if these are blocks of a sparse file."""
+    """Bytes to fetch; `is_kept` if they are blocks of a sparse file."""
 
     file: _Sparse
     start: int
@@ -84,9 +83,9 @@ class _Range(NamedTuple):
 
 
 class _Batch(threading.local):
-    """What a thread is about to read, and what it has fetched and not kept, or why it was not had.
+    """The ranges that a thread is about to read, and pieces fetched but not kept, or their errors.
 
-    Also the head that was read last, as it is looked at twice when a segment is opened.
+    Also the last head read, as opening a segment needs it twice.
     """
 
     def __init__(self) -> None:
@@ -96,16 +95,15 @@ class _Batch(threading.local):
 
 
 class BucketFolder(FileSystem):
-    """A folder, of whose `budget` bytes what is read takes those that are free.
+    """A folder of `budget` bytes; what is fetched uses those that are free.
 
-    In a listing, a segment that is not here has 0 bytes. What the bucket does not give is an error when it is
-    read: a `FileNotFoundError` if the object is gone, a `DamagedError` if it ends before, an `AwayError` if
-    the bucket fails.
+    A listing shows 0 bytes for a segment that is not here. Reads raise `FileNotFoundError` if the object is
+    gone, `DamagedError` if it is too short, `AwayError` if the bucket fails.
 
     Attributes
     ----------
     heads : dict of str to bytes
-        Those that could not be written to the folder, by the paths of their segments; see `note`.
+        Heads that could not be written to the folder, by path of the segment; see `note`.
     """
 
     is_remote = True
@@ -114,9 +112,9 @@ class BucketFolder(FileSystem):
         self.heads: dict[str, bytes] = {}
         self._objects, self._directory, self._budget = objects, directory, budget
         self._fs = fs = directory.fs
-        self._sizes: dict[str, tuple[int, int]] = {}  # of heads and segments, by path
+        self._sizes: dict[str, tuple[int, int]] = {}  # sizes of heads and segments, by path
         self._noted = 0
-        self._away: dict[str, set[str]] = {}  # names of segments that were not here, by folder
+        self._away: dict[str, set[str]] = {}  # segments listed without being here, by folder
         self._asked = os.path.join(directory.path, ASKED)
         self._room, self._scan_at = 0, 0.0
         self._batch = _Batch()
@@ -141,7 +139,7 @@ class BucketFolder(FileSystem):
         return sorted([*found, *(FileInfo(name, False, 0, 0.0) for name in away)])
 
     def changed(self, path: str) -> int:
-        """When a name was last added to a folder or removed, in nanoseconds."""
+        """When a folder last changed, in nanoseconds, plus the number of noted changes."""
         try:
             return self._fs.changed(path) + self._noted
         except FileNotFoundError:
@@ -150,12 +148,12 @@ class BucketFolder(FileSystem):
             return self._noted
 
     def note(self, path: str, head: bytes) -> None:
-        """Have a segment be there whose head could not be written."""
+        """Show a segment whose head could not be written."""
         self.heads[path] = head
         self._noted += 1
 
     def forget(self, path: str) -> None:
-        """Have a segment not be there unless it is whole: its head is damaged, or the bucket lacks it."""
+        """Show a segment no more unless it is whole: its head is damaged, or the bucket lacks it."""
         self._sizes.pop(path, None)
         self._batch.head = "", b""
         if self.heads.pop(path, None) is not None:
@@ -168,7 +166,7 @@ class BucketFolder(FileSystem):
         return path in self.heads or (path.endswith(SEGMENT) and self._fs.is_file(path + HEAD))
 
     def open(self, path: str) -> Descriptor:
-        """A file, be it whole or not; `FileNotFoundError` if nobody knows it."""
+        """Open a file, whole or not; `FileNotFoundError` if it is neither here nor in the bucket."""
         folder, name = os.path.split(path)
         if name in self._away.get(folder, ()):
             with contextlib.suppress(FileNotFoundError):
@@ -181,7 +179,7 @@ class BucketFolder(FileSystem):
             return _Sparse(path, *self.sizes_of(path))
 
     def is_away(self, file: Descriptor) -> bool:
-        """Whether it was not here as a whole when it was opened, nor has come since."""
+        """Whether some of a file may have to be fetched."""
         return isinstance(file, _Sparse) and not file.files.is_whole
 
     def size(self, file: Descriptor) -> int:
@@ -223,14 +221,14 @@ class BucketFolder(FileSystem):
     # Reading.
 
     def will_need(self, file: Descriptor, offset: int, size: int) -> None:
-        """Have a range fetched together with others of this thread, when one of them is read."""
+        """Note a range: this thread's next read of one fetches all of them."""
         if not isinstance(file, _Sparse):
             self._fs.will_need(file, offset, size)
         elif size and self._piece(file, offset) is None:
             self._batch.wanted.append((file, offset, min(file.size, offset + size)))
 
     def read(self, file: Descriptor, buffers: Sequence[Any], offset: int) -> int:
-        """Read into writable buffers, one after another; may read less. What is missing is fetched first."""
+        """Read into writable buffers, one after another; may read less. Fetches missing blocks first."""
         if not isinstance(file, _Sparse):
             return self._fs.read(file, buffers, offset)
         if offset < file.start:
@@ -252,7 +250,7 @@ class BucketFolder(FileSystem):
         raise AwayError(errno.EIO, "cannot be had", file.path)
 
     def fetch(self) -> None:
-        """Have what this thread is about to read here, or in its memory; errors come when it is read."""
+        """Fetch what this thread is about to read, into the folder or memory; reads raise the errors."""
         wanted, self._batch.wanted = self._batch.wanted, []
         files, ranges = dict[str, _Sparse](), dict[str, list[tuple[int, int]]]()
         for file, start, end in wanted:
@@ -275,13 +273,13 @@ class BucketFolder(FileSystem):
         self._await(others)
 
     def done(self) -> None:
-        """Forget what this thread has fetched and not kept."""
+        """Forget this thread's fetched pieces that were not kept."""
         self._batch.wanted, self._batch.pieces, self._batch.head = [], {}, ("", b"")
 
     def fill(self, path: str) -> bool | None:
-        """Fetch what is missing of a segment, when nobody reads; False if it is damaged or gone.
+        """Fetch the missing blocks of a segment while no process reads; False if it is damaged or gone.
 
-        None if that has to be tried again: the bucket fails, or there is no room.
+        None: try again later, as the bucket fails or there is no room.
         """
         file = _Sparse(path, *self.sizes_of(path))
         if not self._attach(file):
@@ -309,7 +307,7 @@ class BucketFolder(FileSystem):
         return True
 
     def doubt(self, path: str) -> bool:
-        """Have a segment fetched again, as it is not what was written; False if it was before."""
+        """Discard a damaged segment, to fetch it again; False if that has happened before."""
         self.done()
         if not self.has_elsewhere(path):
             return False
@@ -323,7 +321,7 @@ class BucketFolder(FileSystem):
     # Blocks that are in the folder.
 
     def _attach(self, file: _Sparse) -> bool:
-        """Open what is here of a segment, or begin it if there is room."""
+        """Open the files of a segment, or begin them if there is room."""
         with contextlib.suppress(OSError):
             if file.files.data is not None and self._fs.links(file.files.data):
                 return True
@@ -335,7 +333,7 @@ class BucketFolder(FileSystem):
             try:
                 data = self._fs.edit(file.path + PART)
                 found = _Open(data, self._fs.edit(file.path + MAP))
-                # If somebody has just deleted both, and begun anew, the map may be that of another file.
+                # If another process has just deleted both and begun anew, the map may belong to the new file.
                 if self._fs.same(data, file.path + PART):
                     file.files = found
                     break
@@ -348,15 +346,15 @@ class BucketFolder(FileSystem):
         return file.files.data is not None
 
     def _begin(self, file: _Sparse) -> bool:
-        """Make an empty sparse file, if there is room; whether somebody else has begun or finished it."""
+        """Make an empty sparse file, if there is room; True if another process has begun or finished it."""
         if not self._has_room(file.size):
             return False
         try:
             data = self._fs.create(file.path + PART)
-            if self._fs.is_file(file.path):  # somebody has finished it since it was looked for
+            if self._fs.is_file(file.path):  # another process has just finished it
                 self._fs.remove(file.path + PART)
                 return True
-            with contextlib.suppress(FileNotFoundError):  # who has finished a file may have been killed then
+            with contextlib.suppress(FileNotFoundError):  # left by a process killed in `_finish`
                 self._fs.remove(file.path + MAP)
             self._fs.write_all(data, [memoryview(b"\0")], file.size - 1)
             found = _Open(data, self._fs.create(file.path + MAP))
@@ -364,7 +362,7 @@ class BucketFolder(FileSystem):
             self._fs.write_all(found.map, [memoryview(bytes(-(-file.size // _BLOCK)))], 0)
             file.files = found
         except FileExistsError:
-            with contextlib.suppress(OSError):  # it may have been killed before it made the map
+            with contextlib.suppress(OSError):  # its maker may have been killed before it made the map
                 if time.time_ns() - self._fs.changed(file.path + PART) > _STALE * 1e9:
                     self._discard(file.path)
             return True
@@ -374,13 +372,13 @@ class BucketFolder(FileSystem):
         return False
 
     def _discard(self, path: str) -> None:
-        """Delete what is here of a segment that is not whole: first the map, which nobody may find alone."""
+        """Delete an unfinished segment: first the map, which must never remain alone."""
         for name in (path + MAP, path + PART):
             with contextlib.suppress(OSError):
                 self._fs.remove(name)
 
     def _has_room(self, size: int) -> bool:
-        """Whether a file fits into the folder as it is: nothing is deleted for it."""
+        """Whether a file fits into the folder without deleting anything."""
         now = time.monotonic()
         if now >= self._scan_at:
             self._scan_at = now + _SCAN_EVERY
@@ -396,7 +394,7 @@ class BucketFolder(FileSystem):
         self._objects.tell("unwritten", message, self._directory.path, str(error))
 
     def _states(self, file: _Sparse, start: int, end: int) -> bytes:
-        """The states of the blocks that have a range."""
+        """The states of the blocks of a range."""
         first, last = start // _BLOCK, -(-end // _BLOCK)
         if file.files.is_whole:
             return bytes([_HERE]) * (last - first)
@@ -406,13 +404,13 @@ class BucketFolder(FileSystem):
         return bytes(last - first)
 
     def _here_until(self, file: _Sparse, start: int, end: int) -> int:
-        """Where the first block behind `start` begins that is not here; at most `end`."""
+        """Start of the first missing block from `start` on; at most `end`."""
         states = self._states(file, start, end)
         count = len(states) - len(states.lstrip(bytes([_HERE])))
         return min(end, (start // _BLOCK + count) * _BLOCK) if count else start
 
     def _piece(self, file: _Sparse, start: int) -> memoryview | Exception | None:
-        """Bytes from `start` on that were fetched and not kept, or why they were not had."""
+        """Fetched bytes from `start` on that were not kept, or the error; None if not fetched."""
         for first, last, data in self._batch.pieces.get(file.path, ()):
             if first <= start < last:
                 return data if isinstance(data, Exception) else memoryview(data)[start - first :]
@@ -426,7 +424,7 @@ class BucketFolder(FileSystem):
     # Fetching blocks.
 
     def _claim(self, file: _Sparse, start: int, end: int, ahead: int) -> list[_Range]:
-        """The missing blocks of a range, and with `ahead` those around it: nobody else fetches them now."""
+        """Claim the missing blocks of a range and, with `ahead`, those around it, to fetch them."""
         states, piece = self._states(file, 0, file.size), _PIECE // _BLOCK
         first, last = start // _BLOCK, -(-end // _BLOCK)
         if ahead > 0 and _HERE in states:  # not the first visit
@@ -445,7 +443,7 @@ class BucketFolder(FileSystem):
         return claimed
 
     def _fetch(self, claimed: Sequence[_Range]) -> bool:
-        """Get ranges, all at once; whether all are kept. The others are pieces of this batch, or errors."""
+        """Fetch ranges at once; whether all were kept. The others become pieces of this batch, or errors."""
         parts = [
             one._replace(start=at, end=min(at + _PIECE, one.end))
             for one in claimed
@@ -484,7 +482,7 @@ class BucketFolder(FileSystem):
         return True
 
     def _await(self, ranges: Sequence[tuple[_Sparse, int, int]]) -> None:
-        """Wait for blocks that others fetch; what they do not bring is fetched when it is read."""
+        """Wait for blocks that other processes fetch; reading fetches what they fail to deliver."""
         for file, start, end in ranges:
             seen, heard = b"", time.monotonic()
             while _COMING in (states := self._states(file, start, end)):
@@ -500,7 +498,7 @@ class BucketFolder(FileSystem):
                 time.sleep(_LOOK_EVERY)
 
     def _finish(self, file: _Sparse) -> None:
-        """Give a file that is whole its name, unless it is not what its head says."""
+        """Rename a complete file to its segment, unless it contradicts its head."""
         path = file.path
         try:
             head = self._fs.read_file(path + HEAD, _MOST_HEAD)
@@ -511,7 +509,7 @@ class BucketFolder(FileSystem):
         except DamagedError as error:
             if path in self._doubted:
                 self._damaged(path, error)
-            self._doubted.add(path)  # the object may be good, and what was here not
+            self._doubted.add(path)  # perhaps only the local copy is bad
             self._discard(path)
             file.files = _Open()
         except OSError:  # another process was faster, or the segment was dropped
@@ -534,7 +532,7 @@ class BucketFolder(FileSystem):
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Have those who fill segments wait: a lock says so, which ends with the process."""
+        """Keep mirrors from filling segments meanwhile, by a lock that ends with the process."""
         file = None
         try:
             with contextlib.suppress(OSError):
@@ -547,10 +545,10 @@ class BucketFolder(FileSystem):
             if file is not None:
                 with contextlib.suppress(OSError):
                     self._fs.touch(self._asked)
-                self._fs.unlock(file)  # to close it is not enough, if a child was forked meanwhile
+                self._fs.unlock(file)  # explicitly: a child forked meanwhile has the file too
 
     def has_readers(self) -> bool:
-        """Whether somebody reads, or did a moment ago."""
+        """Whether a process reads, or did a moment ago."""
         with contextlib.suppress(OSError):
             if abs(time.time_ns() - self._fs.changed(self._asked)) < _QUIET * 1e9:
                 return True
@@ -583,7 +581,7 @@ def _cut(buffers: Sequence[Any], size: int) -> list[Any]:
 
 
 def _copied(data: memoryview, buffers: Sequence[Any]) -> int:
-    """Fill buffers as far as there are data; how many bytes."""
+    """Fill buffers as far as the data reach; returns how many bytes."""
     done = 0
     for buffer in buffers:
         part = data[done : done + len(buffer)]

@@ -1,11 +1,11 @@
-"""What a bucket lacks of a local folder, and how it gets there (`Uploads`), and the way back (`Downloads`).
+"""Uploads what a bucket lacks of a local folder (`Uploads`), and downloads its segments (`Downloads`).
 
-First ``CACHEDIR.TAG`` is uploaded, then the segments, and last the ``fingerprint.json`` of each namespace.
-When the bucket has a segment, its head is written: it says that the local file may go. An upload that was cut
-leaves no head, so that the next process compares what the bucket has, and uploads what is not whole there.
+It uploads ``CACHEDIR.TAG`` first, then the segments, and the ``fingerprint.json`` of each namespace last.
+Once the bucket has a segment, its head is written locally: now the local file may be deleted. An interrupted
+upload leaves no head, so the next process compares sizes, and uploads the segment again.
 
-Segments come down as long as they fit. Nothing is deleted for that, and what was here before is not brought
-again: it has made room for new segments.
+Segments are downloaded as long as they fit, without deleting anything. Segments that were here before are not
+downloaded again: they had to make room for new ones.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from torchcache2.tiers.bucket.heads import LEAST_PACKED, MOST_PACK
 from torchcache2.tiers.bucket.objects import Objects
 from torchcache2.tiers.bucket.sparse import BucketFolder
 
-_SETTLED = 2e9  # nanoseconds; a folder that has not changed for so long gets another time if it changes again
+_SETTLED = 2e9  # nanoseconds after which another change surely changes a folder's time
 
 
 class Transfer(NamedTuple):
-    """A file of a namespace, 32 hexadecimal digits, to be brought to the bucket or from there."""
+    """A file to upload or download; the namespace is 32 hexadecimal digits."""
 
     namespace: str
     name: str
@@ -59,7 +59,7 @@ class Folders:
         self._known: dict[str, tuple[int, Contents]] = {}
 
     def look(self, *, anew: bool = False) -> list[Contents]:
-        """The files of each namespace, those that have changed since; with `anew`, all are listed."""
+        """The files of each namespace; lists only changed folders, or all with `anew`."""
         known, self._known = self._known, {}
         try:
             names = [info.name for info in self._directory.fs.listing(self._directory.path) if info.is_folder]
@@ -70,7 +70,7 @@ class Folders:
                 changed = self._directory.changed(bytes.fromhex(name))
                 before = known.get(name)
                 if before is None or anew or changed != before[0]:
-                    # The clock of a file system is coarse: it may not show a second change soon after.
+                    # File times are coarse: a second change soon after may not show.
                     is_settled = time.time_ns() - changed > _SETTLED
                     before = changed if is_settled else -1, self._directory.contents(name)
                 self._known[name] = before
@@ -85,7 +85,7 @@ def lacking(contents: Contents) -> list[Transfer]:
 
 
 def absent(contents: Contents) -> list[Transfer]:
-    """The segments that have a head and are not here, nor set aside; what was asked for last comes first."""
+    """The segments that have a head and are neither here nor set aside; newest head first."""
     here = {info.name for info in contents.segments}
     here |= {info.name.removesuffix(CORRUPT) for info in contents.corrupt}
     heads = sorted(contents.heads, key=lambda info: (-info.mtime, info.name))
@@ -98,7 +98,7 @@ def _stem(name: str) -> str:
 
 
 def _behind(contents: Contents, stem: str) -> list[str]:
-    """The segments with a head that come after one, in order."""
+    """The segments with a head that come after `stem`, in order."""
     names = sorted(info.name.removesuffix(HEAD) for info in contents.heads)
     return [name for name in names if _stem(name) > stem]
 
@@ -107,24 +107,24 @@ _ANY_SIZE = 1 << 62
 
 
 class _Namespace:
-    """What is known of one namespace; its lock is held while it is listed."""
+    """State of one namespace; its lock is held while it is listed."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.there: dict[str, int] | None = None  # bytes of what the bucket has; None: not listed
-        self.done: set[str] = set()  # what the bucket has, or what cannot be read here
+        self.there: dict[str, int] | None = None  # sizes of the bucket's objects; None: not listed
+        self.done: set[str] = set()  # files that the bucket has, or that cannot be read here
         self.is_written = False  # by this process
-        self.packed = ""  # up to which segment heads need not be packed
-        self.described: FileInfo | None = None  # the fingerprint of which the bucket has all
+        self.packed = ""  # heads up to this segment need no pack
+        self.described: FileInfo | None = None  # the local fingerprint that the bucket includes
 
 
 class Uploads:
-    """Uploads of one process. `wanted` is called by one thread, `upload` by several.
+    """Uploads of one process. One thread calls `wanted`, several call `upload`.
 
     Attributes
     ----------
     ended : str
-        Why nothing is uploaded any more; empty if it is.
+        Why uploads have ended; empty if they have not.
     """
 
     def __init__(self, objects: Objects, directory: CacheDirectory) -> None:
@@ -133,14 +133,14 @@ class Uploads:
         self._directory = directory
         self._fs = directory.fs
         self._lock = threading.Lock()
-        self._names: set[str] | None = None  # of the namespaces there, when the bucket was asked first
+        self._names: set[str] | None = None  # names at the top of the bucket, when first listed
         self._namespaces: dict[str, _Namespace] = defaultdict(_Namespace)
         size = objects.bucket.remote_size
         self._most = None if size is None else parse_size("remote_size", size, free=None)
-        self._bytes: int | None = None  # of all objects there, as far as this process knows
+        self._bytes: int | None = None  # of all objects in the bucket, as far as known
 
     def wanted(self, contents: list[Contents]) -> list[Transfer]:
-        """What the bucket lacks, or may lack, as it was not asked yet."""
+        """Files that the bucket lacks, or may lack before it is listed."""
         found = []
         for one in contents:
             known = self._namespaces[one.namespace]
@@ -153,7 +153,7 @@ class Uploads:
         return found
 
     def upload(self, transfer: Transfer) -> bool:
-        """Bring a file to the bucket, unless it is gone; False if that has to be tried again."""
+        """Upload a file, unless it is gone; False if that must be tried again."""
         known = self._namespaces[transfer.namespace]
         if not self._begin() or not self._list(transfer.namespace, known):
             return False
@@ -171,7 +171,7 @@ class Uploads:
         except DamagedError as error:
             self._objects.corrupt += 1
             self._objects.tell("corrupt", "%s is damaged (%s): it is set aside", path, str(error))
-            known.done.add(transfer.name)  # where it cannot be set aside, nobody waits for it
+            known.done.add(transfer.name)  # if it cannot be set aside, do not wait for it
             with contextlib.suppress(OSError):
                 self._directory.set_aside(path)
             return True
@@ -181,7 +181,7 @@ class Uploads:
         except OSError as error:
             self._objects.tell("unread", "%s cannot be uploaded: %s", path, repr(error))
             return False
-        if layout.namespace.hex() != transfer.namespace:  # somebody has renamed the folder
+        if layout.namespace.hex() != transfer.namespace:  # the folder was renamed
             known.done.add(transfer.name)
             return True
         assert known.there is not None
@@ -191,14 +191,14 @@ class Uploads:
             known.there[transfer.name] = size
             known.is_written = True
         try:
-            if self._fs.is_file(path):  # if it was dropped meanwhile, its head has to stay away
+            if self._fs.is_file(path):  # if it was dropped meanwhile, write no head
                 write_head(self._fs, path, head)
         except OSError:
             known.done.add(transfer.name)
         return True
 
     def _begin(self) -> bool:
-        """Have the bucket say that it is a cache; False if it fails, or is not for us."""
+        """Check or write the bucket's tag; False if the bucket fails, or is not for us."""
         with self._lock:
             if self._names is not None or self.ended:
                 return not self.ended
@@ -220,11 +220,11 @@ class Uploads:
             return True
 
     def _list(self, namespace: str, known: _Namespace) -> bool:
-        """List what the bucket has of a namespace, once, and delete the heads of what it has lost."""
+        """List a namespace of the bucket, once, and delete the heads of segments that it has lost."""
         with known.lock:
             if known.there is not None:
                 return True
-            before = self._directory.contents(namespace)  # first: a head that is written meanwhile is right
+            before = self._directory.contents(namespace)  # first: heads written meanwhile are right
             is_new = self._names is not None and namespace not in self._names
             listing = [] if is_new and not before.heads else self._objects.listing(namespace)
             if listing is None:
@@ -242,7 +242,7 @@ class Uploads:
             return True
 
     def _upload_segment(self, path: str, transfer: Transfer, size: int) -> bool:
-        """Write an object, if the bucket may have so many bytes more."""
+        """Upload a segment, if `remote_size` allows."""
         if self._most is None:
             return self._objects.upload(path, "/".join(transfer))
         with self._lock:
@@ -261,7 +261,7 @@ class Uploads:
         return False
 
     def _bytes_there(self) -> int | None:
-        """Bytes of all that the bucket has of the cache; None if it fails."""
+        """Bytes of all objects of the cache in the bucket; None if it fails."""
         listings = [self._objects.listing()]
         for info in listings[0] or []:
             if info.is_folder and NAMESPACE_NAME.fullmatch(info.name):
@@ -281,13 +281,13 @@ class Uploads:
         )
 
     def _pack(self, namespace: str, known: _Namespace) -> None:
-        """Bring one pack of the heads that no pack has, so that readers ask for few objects."""
+        """Upload one pack of heads that are in no pack, so that readers fetch few objects."""
         assert known.there is not None
         packs = [name for name in known.there if PACK_NAME.fullmatch(name)]
         names = _behind(self._directory.contents(namespace), _stem(max(packs, default="")))
         heads, left = dict[str, tuple[int, bytes]](), MOST_PACK // 2
         for name in names:
-            with contextlib.suppress(OSError, DamagedError, KeyError):  # whoever misses it reads the segment
+            with contextlib.suppress(OSError, DamagedError, KeyError):  # readers get it from the segment
                 head = self._fs.read_file(os.path.join(self._directory.path, namespace, name + HEAD), left)
                 heads[name], left = (known.there[name], head), left - len(head)
         known.packed = _stem(max(heads if left < MOST_PACK // 4 else names, default=known.packed))
@@ -326,7 +326,7 @@ class Uploads:
 
 
 def _probed(local: Any, remote: Any) -> dict[str, Any]:
-    """What both have found out about kinds of calls: 0 is final, and else more is surer."""
+    """Merge two descriptions' results of probes, by kind of call: 0 is final, else the larger count wins."""
     found: dict[str, Any] = dict(local) if isinstance(local, dict) else {}
     for kind, number in remote.items() if isinstance(remote, dict) else []:
         mine = found.get(kind)
@@ -336,16 +336,16 @@ def _probed(local: Any, remote: Any) -> dict[str, Any]:
     return found
 
 
-_USED, _UNUSED = 5.0, 0.3  # seconds for which a namespace counts as in use, or as unused
+_USED, _UNUSED = 5.0, 0.3  # seconds until a namespace's use is checked again
 _ABOUT_TO_WRITE = 1.0  # seconds
 _UNKNOWN = 1 << 62
-_SIZES = 64  # heads that are read at one look
+_SIZES = 64  # most heads read in one look
 
 
 class Downloads:
-    """Downloads of one process. `wanted` is called by one thread, `download` by several.
+    """Downloads of one process. One thread calls `wanted`, several call `download`.
 
-    The folder may have `budget` bytes.
+    The folder may have up to `budget` bytes.
     """
 
     def __init__(self, objects: Objects, directory: CacheDirectory, budget: int) -> None:
@@ -354,14 +354,14 @@ class Downloads:
         self._folder = BucketFolder(objects, directory, budget)
         self._budget = budget
         self._here: set[Transfer] = set()  # at the last look
-        self._been_here: set[Transfer] = set()  # and what is damaged there
-        self._asked: dict[str, tuple[float, bool]] = {}  # until when, and whether a namespace is in use
+        self._been_here: set[Transfer] = set()  # segments that were ever here, or are damaged in the bucket
+        self._asked: dict[str, tuple[float, bool]] = {}  # until when, and whether it is in use
         self._not_before = 0.0
 
     def note(self, contents: list[Contents]) -> None:
-        """Take note of what is here, so that it is not brought again after it was deleted.
+        """Note what is here, so that deleted segments are not downloaded again.
 
-        What is gone has made room for a segment that somebody is about to write: nothing comes in its place.
+        A deleted segment made room for one about to be written: pause, to leave that room free.
         """
         here = {Transfer(one.namespace, info.name) for one in contents for info in one.segments}
         if self._here - here:
@@ -370,7 +370,7 @@ class Downloads:
         self._been_here |= here
 
     def wanted(self, contents: list[Contents], running: Collection[Transfer], most: int) -> list[Transfer]:
-        """At most so many segments that fit beside those that are being brought, the last asked for first."""
+        """Up to `most` segments to download that fit into the folder, newest head first."""
         found: list[Transfer] = []
         if most <= 0 or time.monotonic() < self._not_before:
             return found
@@ -390,7 +390,7 @@ class Downloads:
         return found
 
     def download(self, transfer: Transfer) -> None:
-        """Bring what is missing of a segment."""
+        """Download the missing blocks of a segment."""
         self._been_here.add(transfer)
         try:
             if self._folder.fill(os.path.join(self._directory.path, *transfer)) is None:

@@ -1,8 +1,8 @@
 """`Health`: how a tier responds to faults of its cache directory.
 
-It never raises an exception. Each fault is counted, each kind of fault is warned of once, and reading or
-writing may stop, for a while or for good. If a namespace cannot be written, but files can be made beside it,
-only that namespace is given up, such as one that another user has made; otherwise the whole directory is.
+It never raises an exception. It counts each fault, warns once of each kind, and may stop reading or writing,
+for a while or for good. If one namespace cannot be written, but its parent folder can, such as one that
+another user owns, only that namespace stops; otherwise the whole directory does.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torchcache2.files.errors import DamagedError, NewerFormatError
 from torchcache2.files.filesystem import is_read_only
 from torchcache2.tiers.breaker import Breaker
 
-_MOST_NAMED = 3  # so many of the namespaces that cannot be written are named
-# These errors concern the whole directory, in whichever namespace they are met.
+_MOST_NAMED = 3  # unwritable namespaces named in warnings
+# These errors concern the whole directory, whichever namespace shows them.
 _OF_ALL = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class Health(Breaker):
-    """The state of one directory, as one tier has found it; a breaker of writes, by namespace.
+    """The state of one directory as one tier sees it; a breaker of writes, by namespace.
 
     Attributes
     ----------
@@ -31,9 +31,9 @@ class Health(Breaker):
     corrupt : int
         Damaged rows and files.
     serves_only : bool
-        Whether nothing in the directory may be changed, as it is not ours.
+        Whether the directory is read-only for us: change nothing there.
     last : list of Exception
-        One that says which call of the system failed last, if any has.
+        The last failed system call, if any, as one exception.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Health(Breaker):
             self.last = [
                 OSError(f"{type(error).__name__}: {error}")
             ]  # without the frames of the error itself
-            # The error is logged as text: a log record that refers to it would keep files open and locked.
+            # As text: a log record with the error itself would keep files open and locked.
             self.tell(
                 "fault", "the cache directory fails at %s, and goes on in memory: %s", path, repr(error)
             )
@@ -120,7 +120,7 @@ class Health(Breaker):
         self.tell("newer", "%s", message)
 
     def full(self, budget: int, *, mirrored: bool = False) -> None:
-        """Pause writing, as there is no room and none can be made."""
+        """Pause writing: there is no room, and none can be made."""
         self.pause()
         if mirrored:
             self.tell(

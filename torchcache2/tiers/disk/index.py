@@ -1,8 +1,8 @@
-"""`NamespaceIndex`: in which segment of a namespace, and in which row of it, each key is.
+"""`NamespaceIndex`: the segment and row of each key of a namespace.
 
-Most rows of a large namespace are in *runs*, which are searched on the disk. What is newer than the last run,
-and what waits to be written, is in a table in memory. If several processes have computed an item, each of
-their segments has a row of it, and any of these may be found.
+Most rows of a large namespace are in *runs*, which are searched on disk. A table in memory has newer and
+unsealed rows. If several processes have computed an item, each of their segments has its row, and look-ups
+find any of these.
 
 Not thread-safe: the tier holds a lock.
 """
@@ -31,8 +31,8 @@ from torchcache2.tiers.unwritten import Pending
 AnySegment = Segment | Pending
 OnFault = Callable[[Exception, str], None]
 
-_LOOK_EVERY = 2.0  # seconds; how often it looks for segments of other writers
-_SETTLED = 2e9  # nanoseconds; a folder that has not changed for so long gets another time if it changes again
+_LOOK_EVERY = 2.0  # seconds between looks for segments of other writers
+_SETTLED = 2e9  # nanoseconds after which another change surely changes a folder's time
 _HOLD_EVERY = 0.1  # seconds
 _ADDED_AT_ONCE = 1 << 20  # keys, 16 MB
 _GROWTH = 1.0625
@@ -40,9 +40,9 @@ _NOWHERE = -1
 
 
 class RowLocations(NamedTuple):
-    """Where keys are, each shape ``(n,)``: numbers of segments, -1 of keys that are nowhere; rows in them.
+    """Where keys are, each of shape ``(n,)``: numbers of segments (-1: nowhere), and rows in them.
 
-    The `checksums` are those that runs state, for segments that were opened without their index.
+    Runs provide the `checksums` of segments that were opened without their own index.
     """
 
     numbers: Array
@@ -50,7 +50,7 @@ class RowLocations(NamedTuple):
     checksums: Array
 
     def at(self, positions: Array | slice) -> RowLocations:
-        """Those of some keys."""
+        """The locations of some keys."""
         return RowLocations(*(some[positions] for some in self))
 
 
@@ -59,9 +59,9 @@ class Table:
 
     def __init__(self) -> None:
         self._index = KeyIndex(np.empty((0, 2), np.uint64))
-        self._locations = np.empty(0, np.int64)  # number of the segment, and in the low 32 bits of the row
-        self.gone = 0  # keys of removed segments; their places are taken when they are added again
-        self.has_copies = False  # whether keys were left out as they were here already
+        self._locations = np.empty(0, np.int64)  # segment number; row in the low 32 bits
+        self.gone = 0  # keys of removed segments; adding them again reuses their places
+        self.has_copies = False  # whether duplicate keys were left out
 
     def __len__(self) -> int:
         return len(self._index) - self.gone
@@ -81,9 +81,9 @@ class Table:
         return locations
 
     def add(self, keys: Mapping[int, Array], first: int = 0) -> None:
-        """Note the keys, uint8 ``(n, 16)``, of segments, given by their numbers, from row `first` on.
+        """Add the keys, uint8 ``(n, 16)``, of segments, by segment number, from row `first` on.
 
-        Adding many keys at once takes far less time than adding a few again and again.
+        Adding many keys at once is far faster than adding a few many times.
         """
         words: Words = np.concatenate(list(keys.values())).view("<u8")
         rows = [number << 32 | np.arange(first, first + len(some)) for number, some in keys.items()]
@@ -112,7 +112,7 @@ class Table:
         self._locations[count : count + len(words)] = locations
 
     def remove(self, numbers: Collection[int]) -> int:
-        """Forget segments; returns how many keys were found in them."""
+        """Forget segments; returns how many keys were in them."""
         locations = self._locations[: len(self._index)]
         ordinals = np.flatnonzero(np.isin(locations >> 32, list(numbers)))
         locations[ordinals] = _NOWHERE
@@ -127,19 +127,19 @@ class Table:
 
 
 class NamespaceIndex:
-    """The segments of one namespace, and in which of them each key is.
+    """The segments of one namespace, and the location of each key.
 
-    New segments get the next of `numbers`. A row may have `limit` bytes. `on_fault(error, path)` is called
-    with each error of reading.
+    `numbers` yields numbers for new segments. A row may have up to `limit` bytes. Each read error calls
+    `on_fault(error, path)`.
 
     Attributes
     ----------
     segments : dict of int to AnySegment
-        Those that are open, and those that wait to be written.
+        Open segments, and unsealed ones.
     names : set of str
         Names of files that are not to be opened.
     unopened : dict of str to Exception
-        Why files, by their names, could not be opened.
+        Errors of files that could not be opened, by name.
     """
 
     def __init__(
@@ -169,10 +169,10 @@ class NamespaceIndex:
         self._changed = -1
         self._numbers: dict[str, int] = {}  # segments by the names of their files
         self._runs: list[Run] = []  # the largest first
-        self._targets: list[Array] = []  # for each run the number of each of its segments, and -1 behind them
-        self._in_runs: dict[int, tuple[str, Array]] = {}  # by number: the file, and what a run says of it
+        self._targets: list[Array] = []  # for each run, the numbers of its segments, then -1
+        self._in_runs: dict[int, tuple[str, Array]] = {}  # by number: file name, and the run's entry
         self._seen_runs: frozenset[str] = frozenset()
-        self._doubted: set[str] = set()  # segments that are not what a run says
+        self._doubted: set[str] = set()  # segments that contradict their run
         self._lost = np.empty(0, np.int64)  # locations of damaged rows in segments that stay
 
     def __len__(self) -> int:
@@ -187,16 +187,16 @@ class NamespaceIndex:
 
     @property
     def beside_runs(self) -> tuple[int, int]:
-        """How many segments no run has, and how many rows are in memory."""
+        """How many segments are in no run, and how many rows are in memory."""
         return len(self._numbers) - len(self._in_runs), len(self.table)
 
     # Holding the namespace, so that nobody deletes it.
 
     def hold(self, *, is_used: bool = True) -> None:
-        """Count as a user of the namespace from now on, so that nobody deletes it.
+        """Mark the namespace as in use, so that no process deletes it.
 
-        Does not wait for a process that is deleting now, as that may wait for us. A process holds a limited
-        number of namespaces: with `is_used`, this one takes the place of another if need be.
+        Does not wait for a process that is deleting, as it may wait for us. A process can hold a limited
+        number of namespaces; with `is_used`, this one may displace another.
         """
         self._is_wanted = True
         self._tried = time.monotonic()
@@ -207,7 +207,7 @@ class NamespaceIndex:
                     self._descriptors.hold(self._fingerprint, file)
 
     def held(self) -> Descriptor | None:
-        """The open file that tells others that this process uses the namespace; None if there is none."""
+        """The open file that marks the namespace as in use by this process; None if there is none."""
         file = self._descriptors.held(self._fingerprint, is_used=False)
         try:
             if file is not None and self._directory.fs.same(file, self._fingerprint):
@@ -217,13 +217,13 @@ class NamespaceIndex:
         return None
 
     def keep_hold(self) -> None:
-        """Count as a user again if `let_go` was called, or if `hold` failed as somebody was deleting."""
+        """Call `hold` again after `let_go`, or if it failed because a process was deleting."""
         is_held = self._descriptors.held(self._fingerprint) is not None
         if not self._is_wanted or (not is_held and time.monotonic() - self._tried > _HOLD_EVERY):
             self.hold()
 
     def let_go(self) -> None:
-        """No longer count as a user."""
+        """No longer mark the namespace as in use."""
         self._descriptors.let_go(self._fingerprint)
         self._is_wanted = False
 
@@ -269,20 +269,20 @@ class NamespaceIndex:
         return found
 
     def _lose_run(self, run: Run, error: Exception) -> None:
-        """Forget a run that cannot be read. Its segments are opened by the next look."""
-        if not isinstance(error, FileNotFoundError):  # otherwise another run has taken its place
-            self.names.add(os.path.basename(run.path))  # it may stay, where nothing can be renamed
+        """Forget a run that cannot be read. The next `look` opens its segments."""
+        if not isinstance(error, FileNotFoundError):  # else it was merged into another run
+            self.names.add(os.path.basename(run.path))  # it stays there if it cannot be renamed
             self._on_fault(error, run.path)
         self._start_anew()
 
     # Reading the folder.
 
     def look_again(self) -> None:
-        """Have the next `look` look."""
+        """Make the next `look` read the folder at once."""
         self._looked = -_LOOK_EVERY
 
     def look(self) -> bool:
-        """Open what is new, and forget what is gone, at most every few seconds; whether anything changed."""
+        """Open new files, and forget deleted ones, at most every few seconds; whether anything changed."""
         now = time.monotonic()
         if now - self._looked < _LOOK_EVERY:
             return False
@@ -291,7 +291,7 @@ class NamespaceIndex:
             changed = self._directory.changed(self.namespace)
             if changed == self._changed:
                 return False
-            # The clock of a file system is coarse: a second change soon after may leave the time as it is.
+            # File times are coarse: a second change soon after may not show.
             self._changed = changed if time.time_ns() - changed > _SETTLED else -1
             contents = self._directory.contents(self.namespace.hex())
         except OSError as error:
@@ -301,7 +301,7 @@ class NamespaceIndex:
         names = {file.name for file in contents.segments}
         if self._directory.fs.is_remote:
             for file in contents.segments:
-                if file.size == 0:  # it may have been here, and takes room as long as it is open
+                if file.size == 0:  # its local file may be gone, but takes space while open
                     self._descriptors.forget(os.path.join(self._path, file.name))
         missing = self._numbers.keys() - names  # other processes have deleted
         self.remove_files(missing)
@@ -314,7 +314,7 @@ class NamespaceIndex:
         return bool(missing) or changes or len(self._numbers) > before
 
     def _look_at_runs(self, files: Iterable[FileInfo], names: Collection[str]) -> bool:
-        """Open the runs if they are others than before; whether they are."""
+        """Open the runs if they have changed; returns whether they have."""
         seen = frozenset(file.name for file in files if file.name not in self.names)
         if seen == self._seen_runs:
             return False
@@ -346,7 +346,7 @@ class NamespaceIndex:
         return True
 
     def _start_anew(self) -> None:
-        """Forget all but what waits to be written; the next look reads it again from where it is durable."""
+        """Forget all but unsealed rows; the next `look` reads the rest again from disk."""
         self._forget()
         self._changed = -1
         self.look_again()
@@ -363,7 +363,7 @@ class NamespaceIndex:
                 self.table.add({pending.number: keys}, first)
 
     def _open_new(self, names: Iterable[str]) -> None:
-        waiting: dict[int, Array] = {}  # keys that are not in the table yet
+        waiting: dict[int, Array] = {}  # keys not in the table yet
         count = 0
         for name in names:
             if name in self.names or name in self._numbers:
@@ -384,7 +384,7 @@ class NamespaceIndex:
             self.table.add(waiting)
 
     def _opened(self, name: str, entry: Array | None = None) -> Segment | None:
-        """Open a segment; without its index if a run has it, as an entry of its table says."""
+        """Open a segment; with the `entry` of a run, without reading the segment's own index."""
         fs, path = self._directory.fs, os.path.join(self._path, name)
         try:
             if entry is None:
@@ -395,7 +395,7 @@ class NamespaceIndex:
         except FileNotFoundError:
             return None
         except DamagedError as error:
-            if entry is not None:  # whether the segment or the run is wrong, its own index will show
+            if entry is not None:  # its own index will show whether segment or run is wrong
                 self._doubted.add(name)
                 self._changed = -1
                 self.look_again()
@@ -408,7 +408,7 @@ class NamespaceIndex:
             return None
         except (OSError, NewerFormatError, OptionError, UnreadableError) as error:
             self.unopened[name] = error.with_traceback(None)
-            self._changed = -1  # it may be opened later, when its codec is installed or its class is imported
+            self._changed = -1  # later its codec may be installed, or its class imported
             if isinstance(error, (OSError, NewerFormatError)):
                 self._on_fault(error, path)
             return None
@@ -421,12 +421,12 @@ class NamespaceIndex:
     # Adding and removing segments.
 
     def add(self, keys: Array, segment: Pending, first: int) -> None:
-        """Note the keys, uint8 ``(n, 16)``, of row `first` of an unwritten segment and of those after it."""
+        """Add the keys, uint8 ``(n, 16)``, of an unsealed segment, from row `first` on."""
         self.segments[segment.number] = segment
         self.table.add({segment.number: keys}, first)
 
     def sealed(self, number: int, segment: Segment) -> None:
-        """Note that an unwritten segment is a file now."""
+        """Record that an unsealed segment is now a file."""
         name = os.path.basename(segment.path)
         if number in self.segments:
             self.segments[number] = segment
@@ -434,9 +434,9 @@ class NamespaceIndex:
         self.names.discard(name)
 
     def remove(self, numbers: Collection[int], damaged: Collection[int] = ()) -> int:
-        """Forget segments; returns how many rows were found in them. Files not `damaged` may be opened again.
+        """Forget segments; returns how many rows they had. Files not in `damaged` may be opened again.
 
-        Rows that other segments have too are found again after the next look.
+        The next `look` finds copies of these rows in other segments.
         """
         wanted = set(numbers)
         names = {number: name for name, number in self._numbers.items() if number in wanted}
@@ -454,7 +454,7 @@ class NamespaceIndex:
                 else:
                     self._changed = -1
                     if self._directory.fs.has_elsewhere(os.path.join(self._path, name)):
-                        self.look_again()  # it made room, and its rows are to be found as before
+                        self.look_again()  # deleted to make room; the bucket still has it
             if number in self._in_runs:
                 rows += int(self._in_runs.pop(number)[1]["rows"])
         for targets in self._targets:
@@ -471,11 +471,11 @@ class NamespaceIndex:
         self.table.lose(locations)
 
     def remove_files(self, names: Iterable[str]) -> int:
-        """Forget the segments in files of these names; returns how many rows were found in them."""
+        """Forget the segments with these file names; returns how many rows they had."""
         return self.remove([self._numbers[name] for name in names if name in self._numbers])
 
     def forget_pending(self) -> None:
-        """In a forked child, forget the rows that the parent will write: they are found again afterwards."""
+        """In a forked child, forget unsealed rows: the parent writes them, and then we find them again."""
         self.remove([number for number, segment in self.segments.items() if isinstance(segment, Pending)])
         self.names.clear()
         self._changed = -1

@@ -1,4 +1,4 @@
-"""`Known`: what a tier knows of the namespaces that it was asked for, under one lock."""
+"""`Known`: the indexes of the namespaces that a tier uses, under one lock."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torchcache2.tiers.writer import Writer
 
 
 class Known:
-    """Where rows are, by namespace, and the writer of those that are not sealed yet.
+    """Where rows are, by namespace, and the writer of unsealed rows.
 
-    The `directory` shows what a bucket has too. A row may have `limit` bytes. `in_use()` are the namespaces
-    that something alive in this process uses; without it, all count as used. The `lock` protects all of this.
-    `numbers` are those of the next segments. There is no `writer` before the first `begin`. When `drops()`
-    changes, all is forgotten.
+    The `directory` includes segments of a bucket. A row may have up to `limit` bytes. `in_use()` returns the
+    namespaces that something alive in this process uses; None: all. The `lock` protects all of this.
+    `numbers` yields numbers for new segments. `begin` makes the `writer`. When `drops()` changes, forget
+    everything.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Known:
         self._drops = drops
         self._dropped = drops()
         self.numbers = itertools.count()
-        self._wanted: set[bytes] = set()  # namespaces that are held, or should be
+        self._wanted: set[bytes] = set()  # namespaces to hold
 
     def begin(self) -> None:
         """Make a writer if this process has none, as after a fork; with the lock held."""
@@ -61,7 +61,7 @@ class Known:
                 self._ignore_files(namespace)
 
     def _ignore_files(self, namespace: bytes) -> None:
-        """Have the files that are there now stay closed, as another process is about to delete them."""
+        """Do not open the files there now: another process is about to delete them."""
         with contextlib.suppress(OSError):
             files = self.directory.contents(namespace.hex()).segments
             self.ignore(namespace, {file.name for file in files})
@@ -77,7 +77,7 @@ class Known:
         self.writer = self._make_writer()
 
     def namespace(self, namespace: bytes) -> NamespaceIndex:
-        """What is known of a namespace; this process counts as its user from now on. With the lock held."""
+        """The index of a namespace, which this process uses from now on; call with the lock."""
         located = self.located.get(namespace)
         if located is None:
             located = self.new(namespace)
@@ -87,7 +87,7 @@ class Known:
         return located
 
     def new(self, namespace: bytes) -> NamespaceIndex:
-        """Begin to know a namespace, at first without rows; with the lock held."""
+        """Make the index of a namespace, still without rows; call with the lock."""
         located = self.located[namespace] = NamespaceIndex(
             namespace, self.directory, self.descriptors, self.numbers, self.limit, self._health.fault
         )
@@ -101,11 +101,11 @@ class Known:
         located.names.update(names)
 
     def remove(self, namespace: bytes, numbers: Collection[int], damaged: Collection[int] = ()) -> int:
-        """Forget segments; returns how many rows were found in them. Other segments may have them too."""
+        """Forget segments; returns how many rows they had. Other segments may have the same rows."""
         return self._change(namespace, lambda located: located.remove(numbers, damaged))
 
     def remove_files(self, namespace: bytes, names: Collection[str]) -> int:
-        """Forget the segments in the files of these names; returns the same."""
+        """Forget the segments with these file names; returns how many rows they had."""
         return self._change(namespace, lambda located: located.remove_files(names))
 
     def _change(self, namespace: bytes, change: Callable[[NamespaceIndex], int]) -> int:
@@ -120,16 +120,16 @@ class Known:
                 raise
 
     def start_anew(self, namespace: bytes) -> None:
-        """Forget what is known of a namespace, and its rows that wait; with the lock held.
+        """Forget the index and the unsealed rows of a namespace; call with the lock.
 
-        Sealed rows are found again. This is needed after an interrupt, when tables may be half changed.
+        Sealed rows are found again. Needed after an interrupt, when tables may be half changed.
         """
-        located = self.located.pop(namespace, None)  # this comes first: nobody may find dropped rows
+        located = self.located.pop(namespace, None)  # first, so that no thread finds dropped rows
         if located is not None:
             located.let_go()
         dropped = self.writer.drop(namespace) if self.writer is not None else []
         if names := {pending.name for pending in dropped if pending.name}:
-            # The thread may still be writing these: it deletes the files once it sees that they are dropped.
+            # The writer may still be writing these: it deletes the files once it sees the drop.
             self.new(namespace).names = names
 
     def unopened(self, namespace: bytes) -> list[Exception]:
@@ -141,7 +141,7 @@ class Known:
     def let_go(self) -> Collection[bytes] | None:
         """Release namespaces that nothing alive uses; returns those in use, if known.
 
-        Must be called without the lock: `in_use` may wait for another lock, and its owner for ours.
+        Call without the lock: `in_use` may wait for a lock whose owner waits for ours.
         """
         if self._in_use is None:
             return None
@@ -155,7 +155,7 @@ class Known:
         return in_use
 
     def hold_what_is_used(self) -> None:
-        """Hold the namespaces that something alive uses, and no others; without the lock."""
+        """Hold exactly the namespaces that something alive uses; call without the lock."""
         in_use = self.let_go()
         with self.lock():
             self.begin()
@@ -165,7 +165,7 @@ class Known:
                     located.hold(is_used=False)  # another process may have made its folder since
 
     def held(self, namespace: bytes, enter: Callable[[], Descriptor | None]) -> Descriptor | None:
-        """The open file that tells others that a namespace is in use; `enter` makes one if there is none."""
+        """The open file that marks a namespace as in use; `enter` opens it if need be."""
         self.let_go()
         with self.lock():
             located = self.located.get(namespace)

@@ -1,8 +1,8 @@
-"""`write_runs`: keeps the runs of a namespace few, and the segments that are in none, as an LSM tree does.
+"""`write_runs`: keeps few runs, and few segments outside them, in each namespace, like an LSM tree.
 
-When there are enough rows that no run has, they become one. Of runs that are about as large, many are merged
-into one; so each key is written about twice, and a look-up asks few runs. Whoever seals segments does this.
-Nobody waits for it, as the segments themselves say the same.
+When enough rows are in no run, they become one. Many runs of similar size are merged into one; so each key is
+written about twice, and a look-up searches few runs. The writer that seals segments does this. Nothing waits
+for it, as the segments contain the same index.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from torchcache2.files.layout import SEGMENT
 from torchcache2.files.run import TABLE, Part, Run, by_key, entries_of, size_of, write_run
 from torchcache2.files.segment import Segment
 
-_LEAST_ROWS = 1 << 19  # of a run; as many are in memory of each process, and read when a folder is opened
-_MOST_SEGMENTS = 1024  # beside the runs, however few rows they have
-_ALIKE = 2  # runs are about as large if one is less than so many times as large as the other
-_MERGED = 8  # so many of them are merged
+_LEAST_ROWS = 1 << 19  # of a run; up to as many newer rows are in memory of each process
+_MOST_SEGMENTS = 1024  # outside of runs, however few rows they have
+_ALIKE = 2  # runs are similar if the ratio of their sizes is below this
+_MERGED = 8  # similar runs that are merged
 
 
 def is_due(segments: int, rows: int) -> bool:
-    """Whether so many segments beside the runs, with so many rows, are enough for another run."""
+    """Whether so many segments and rows outside of runs are enough for another run."""
     return rows >= _LEAST_ROWS or segments >= _MOST_SEGMENTS
 
 
 def write_runs(
     directory: CacheDirectory, namespace: bytes, limit: int, has_room: Callable[[int], bool]
 ) -> bool:
-    """Write runs of the segments that none has, and merge others; whether anything has changed.
+    """Write runs of segments that are in none, and merge runs; returns whether anything changed.
 
-    A row may have `limit` bytes; ``has_room(size)`` says whether a run of so many bytes may be written, and
-    may make room. Does nothing if another process is at it. May raise an `OSError`.
+    A row may have up to `limit` bytes. ``has_room(size)`` returns whether a run of `size` bytes may be
+    written, and may make room. Does nothing while another process does this. May raise `OSError`.
     """
     fs = directory.fs
     path = os.path.join(directory.path, RUNS)
@@ -94,14 +94,14 @@ class _Merger:
         return self._changed
 
     def _head(self, name: str, number: int) -> tuple[Array, Array] | None:
-        """What a run says of a segment, and the entries of its rows; None if it cannot be read."""
+        """A run's entry for a segment, and those for its rows; None if the segment cannot be read."""
         fs, path = self._directory.fs, os.path.join(self._path, name + SEGMENT)
         try:
             segment = Segment.open(fs, self._files, path, limit=self._limit, structured=False)
             head = 8 + int.from_bytes(fs.read_bytes(self._files.get(path), 0, 8), "little")
             first = fs.read_bytes(self._files.get(path), 0, head)
         except (FileNotFoundError, OptionError, UnreadableError):
-            return None  # who asks for its rows will say so
+            return None  # readers of its rows report this
         finally:
             self._files.forget(path)
         if segment.layout.namespace != self._namespace or segment.keys is None:
@@ -111,7 +111,7 @@ class _Merger:
         return table, entries_of(segment.keys, segment.checksums, number)
 
     def _add(self, entries: Array, table: Array) -> bool:
-        """Write a run of newer rows, and of runs that it is to be merged with; False if there is no room."""
+        """Write a run of newer rows, merged with similar runs; False if there is no room."""
         self._runs.sort(key=self._rows_of, reverse=True)
         count = kept_runs([self._rows_of(run) for run in self._runs], len(entries))
         merged = self._runs[count:]
@@ -123,7 +123,7 @@ class _Merger:
         try:
             path = write_run(self._directory.fs, self._path, self._namespace, parts, self._alive)
         except DamagedError:
-            self._remove([run for run in merged if not _is_good(run)])  # it is made again of the heads
+            self._remove([run for run in merged if not _is_good(run)])  # made again from the segments' heads
             return False
         self._changed = True
         self._remove(merged)
@@ -135,7 +135,7 @@ class _Merger:
         return int(run.table["rows"][here].sum(dtype=np.int64))
 
     def _remove(self, runs: Sequence[Run]) -> None:
-        """Delete runs; who reads them has them open, or looks again."""
+        """Delete runs; readers have them open, or look again."""
         for run in runs:
             self._runs.remove(run)
             run.close()
@@ -153,7 +153,7 @@ def _is_good(run: Run) -> bool:
 
 
 def kept_runs(sizes: Sequence[int], rows: int) -> int:
-    """How many of some runs, the largest first, stay as they are when a run of so many rows is written.
+    """How many runs (`sizes`, largest first) stay unmerged when a run of `rows` rows is written.
 
     The others are merged with it.
     """

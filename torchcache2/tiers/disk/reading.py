@@ -1,4 +1,4 @@
-"""`Reader`: reads rows of a batch from the segments that have them, in the order of the batch."""
+"""`Reader`: reads the rows of a batch from their segments, in batch order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchcache2.tiers.disk.index import AnySegment, NamespaceIndex, RowLocation
 from torchcache2.tiers.disk.known import Known
 
 _TOUCHED_EVERY = 60.0  # seconds
-_ASKED_BESIDE = 8 << 20  # from so many bytes on, the system is asked in a thread of its own
+_ASKED_BESIDE = 8 << 20  # from so many bytes on, ask in a thread
 
 
 class Reader:
@@ -61,13 +61,13 @@ class Reader:
         positions: Positions,
         parts: Parts,
     ) -> Parts:
-        """Respond to errors of segments; returns the parts with the rows that can be read nevertheless."""
+        """Respond to errors of segments; returns the parts, with good rows of damaged segments added."""
         gone, damaged = [], []
         for number, error in failed.items():
             segment = segments[number]
             if isinstance(error, AwayError):
                 continue
-            if not isinstance(segment, Segment):  # rows that wait are in no file that could be set aside
+            if not isinstance(segment, Segment):  # unsealed rows have no file to set aside
                 self._health.fault(OSError(str(error)), self._known.directory.path)
             elif isinstance(error, DamagedError) and self._stays(segment):
                 which = np.flatnonzero(where.numbers == number)
@@ -88,15 +88,15 @@ class Reader:
         return parts
 
     def _stays(self, segment: Segment) -> bool:
-        """Whether a damaged segment is read from on, as nobody replaces its other rows, or it comes again."""
+        """Whether to keep a damaged segment: we may not replace its good rows, or its bucket has a copy."""
         return self._health.serves_only or self._fs.has_elsewhere(segment.path)
 
     def _read_again(
         self, segment: Segment, number: int, where: RowLocations, positions: Positions
     ) -> tuple[Parts, list[int]]:
-        """The good rows of a damaged segment, and the numbers of the others.
+        """The good rows of a damaged segment, and the numbers of its bad rows.
 
-        If it is in a bucket, it comes once more: the object may be good, and the line or what was here not.
+        Fetches a segment of a bucket once more: only the local copy may be damaged.
         """
         self._fs.doubt(segment.path)
         self._known.descriptors.forget(segment.path)
@@ -119,9 +119,9 @@ class Reader:
             return self._where(keys)[1].numbers >= 0
 
     def _begin(self, keys: Keys) -> None:
-        """Do what comes before a look at a namespace, and without the lock."""
+        """Prepare a look-up, without the lock: release unused namespaces, and ask the bucket."""
         if keys.namespace not in self._known.located:
-            self._known.let_go()  # else a process that only reads would hold all it ever used
+            self._known.let_go()  # else a process that only reads would hold every namespace it ever used
         if self._bucket is None or not self._health.reads or self._known.closed or len(keys) == 0:
             return
 
@@ -178,10 +178,10 @@ class _Job(NamedTuple):
 def read_rows(
     segments: Mapping[int, AnySegment], where: RowLocations, positions: Positions
 ) -> tuple[list[tuple[Positions, Rows]], dict[int, Exception]]:
-    """Read rows by schema; also the error of each segment that cannot be read, whose rows are left out.
+    """Read rows by schema; also returns the error of each unreadable segment, whose rows are left out.
 
-    The `positions` are those in the batch, ascending. Rows of other segments are left out, too.
-    The system is asked for all rows as soon as one was waited for.
+    `positions` are positions in the batch, ascending. Rows of other segments are left out, too. As soon as
+    one read had to wait for the disk, the system is asked to read all rows ahead.
     """
     jobs: dict[Schema, list[_Job]] = {}
     ahead: dict[int, Array] = {}
@@ -203,9 +203,10 @@ def read_rows(
 
 
 class _Ahead:
-    """Has the system read rows ahead, given by the segment, once the disk was waited for.
+    """Asks the system to read rows ahead, once a read had to wait for the disk.
 
-    Rows of `size` bytes together: for many, it asks in a thread, as a system with a full queue waits.
+    `rows` are given by segment. If they have many bytes, a thread asks, as the call blocks while the system's
+    queue is full.
     """
 
     def __init__(self, segments: Mapping[int, AnySegment], rows: dict[int, Array], size: int) -> None:
@@ -214,7 +215,7 @@ class _Ahead:
 
     def __enter__(self) -> _Ahead:
         away = [n for n, one in self._segments.items() if isinstance(one, Segment) and one.is_away()]
-        self._ask({number: self._rows.pop(number) for number in away})  # here, as they come for this thread
+        self._ask({number: self._rows.pop(number) for number in away})  # here: fetched for this thread
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -222,7 +223,7 @@ class _Ahead:
             self._thread.join()
 
     def __call__(self) -> None:
-        """Ask for all rows, the first time that this is called."""
+        """Ask for all rows, at the first call only."""
         rows, self._rows = self._rows, {}
         if rows and self._size >= _ASKED_BESIDE:
             thread = threading.Thread(
@@ -247,7 +248,7 @@ def _read(
     failed: dict[int, Exception],
     waited: Callable[[], object],
 ) -> tuple[Positions, Rows] | None:
-    """Rows of one schema, in the order of their positions; adds to `failed` why others cannot be read."""
+    """Rows of one schema, by position; adds the errors of unreadable segments to `failed`."""
     wanted = np.sort(np.concatenate([job.positions for job in jobs]))
     try:
         columns: Columns = empty_columns(schema, len(wanted))

@@ -1,6 +1,6 @@
-"""`Scratch`: a temporary cache directory, deleted at exit. It also deletes those of runs that were killed.
+"""`Scratch`: a temporary cache directory, deleted at exit; also deletes those of killed runs.
 
-The ranks of a job share one, which the last of them deletes.
+The ranks of a job share one; the last rank deletes it.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import time
 from torchcache2.core.process import AtExit
 from torchcache2.files.filesystem import Descriptor, FileSystem
 
-_EXIT_PRIORITY = 0  # lower than the writer's, which still writes into the folder
+_EXIT_PRIORITY = 0  # below the writer's, which writes into the folder first
 _PREFIX = "torchcache2-"
 _CACHE = "cache"
-_ALIVE = ".alive"  # a file in the folder; every process that uses the folder has it locked
+_ALIVE = ".alive"  # a file in the folder, locked by every process that uses the folder
 _BETWEEN_TRIES = 0.005  # seconds
 
 
 class Scratch:
     """A folder that exists until `remove` is called or the process ends; `OSError` if none can be made.
 
-    The processes of a `job`, 16 bytes, have one together. It exists until all of them have left.
+    The processes of a `job`, 16 bytes, share one, which exists until all have left.
     """
 
     def __init__(self, job: bytes | None = None) -> None:
@@ -38,7 +38,7 @@ class Scratch:
                 alive = fs.create(os.path.join(self._top, _ALIVE))
             else:
                 self._top, alive = _of_job(fs, job)
-            # Another run may have taken the folder for one that was left over, and may have deleted it.
+            # Another run may have deleted the folder as a leftover.
             if fs.lock(alive, exclusive=False) is not False and fs.links(alive):
                 self._alive = alive
             else:
@@ -54,7 +54,7 @@ class Scratch:
         """Delete the folder if no other process uses it; a forked child leaves it to its parent."""
         if os.getpid() == self._pid and self._alive is not None:
             self._exit.cancel()
-            # Of several that leave at once the last one can lock it alone: the locks of the others end here.
+            # If several leave at once, the last can lock it exclusively: the others' locks end here.
             is_alone = self._fs.lock(self._alive, exclusive=True)
             is_ours = is_alone if self._is_shared else is_alone is not False
             # If the locked file has no name, others have deleted the folder, and perhaps made a new one.
@@ -75,7 +75,7 @@ class Scratch:
                     if not _is_scratch(fs, top):
                         continue
                     alive = fs.open(os.path.join(top, _ALIVE))
-                    # A job that ended meanwhile may have been followed by one that has made the folder anew.
+                    # Meanwhile the job may have ended, and another have made the folder anew.
                     if fs.lock(alive, exclusive=True) and fs.links(alive):
                         _delete(top)
 
@@ -107,7 +107,7 @@ def _delete(top: str) -> None:
 
 
 def _is_scratch(fs: FileSystem, top: str) -> bool:
-    """Whether a run of this user has made a folder, and nobody has put anything else there."""
+    """Whether a folder was made by a run of this user, and has no other content."""
     if hasattr(os, "getuid") and os.lstat(top).st_uid != os.getuid():
         return False
     listing = {info.name: info.is_folder for info in fs.listing(top)}

@@ -1,7 +1,7 @@
-"""`Sealing`: takes rows that were put, has them wait, and writes them as segments of a cache directory.
+"""`Sealing`: queues rows that were put, and writes them as segments of a cache directory.
 
-`AwaitedUploads` lets it wait until the bucket has more of a folder, so that this may be deleted, and
-`delete_files` deletes the segments of a namespace that is dropped.
+`AwaitedUploads` waits until the bucket has more of a folder, so that local copies may be deleted.
+`delete_files` deletes the segments of a dropped namespace.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from torchcache2.tiers.writer import Writer
 
 
 class AwaitedUploads:
-    """The segments of a folder that the bucket lacks, as it was when this was made.
+    """The segments of a folder that the bucket lacked when this was made.
 
     Attributes
     ----------
     patience : float
         Seconds to wait for one of them.
     silence : float
-        Seconds after which nobody uploads any more, if the mirror did not touch its file.
+        Seconds without a touch of the mirror's file after which no process counts as uploading.
     pause : float
-        Seconds between two looks.
+        Seconds between polls.
     """
 
     patience, silence, pause = 120.0, 10.0, 0.05
@@ -57,15 +57,15 @@ class AwaitedUploads:
         self._had_all = False
 
     def one_more(self) -> bool:
-        """Wait until the bucket has one more of them, or all; False if nobody uploads any more."""
+        """Wait until the bucket has one more of them, or all; False if no process uploads any more."""
         begun = heard = time.monotonic()
         beat = self._beat()
         while True:
             before = time.monotonic()
             lacking = self._look()
             gone, self._lacking = self._lacking - lacking, lacking
-            # What another process wrote after `_look` may have been uploaded already: so when the bucket has
-            # all, the caller tries once more to make room, but only once.
+            # Segments written after `_look` may be uploaded already: so when the bucket has all, the caller
+            # may try to make room once more, but only once.
             had_all, self._had_all = self._had_all, not lacking
             if gone or not lacking:
                 return bool(gone) or not had_all
@@ -74,7 +74,7 @@ class AwaitedUploads:
                 heard = now
             if now - heard > self.silence or now - begun > self.patience:
                 return False
-            time.sleep(max(self.pause, 5 * (now - before)))  # to look takes long if there are many files
+            time.sleep(max(self.pause, 5 * (now - before)))  # a look at many files takes long
 
     def _look(self) -> set[tuple[str, str]]:
         """Namespaces and names of the segments that have no head."""
@@ -86,7 +86,7 @@ class AwaitedUploads:
         return lacking
 
     def _beat(self) -> int:
-        """When the mirror has said last that it uploads."""
+        """When the mirror last signalled that it uploads."""
         try:
             return self._directory.fs.changed(os.path.join(self._directory.path, MIRROR))
         except OSError:
@@ -96,7 +96,7 @@ class AwaitedUploads:
 def delete_files(known: Known, health: Health, namespace: bytes) -> None:
     """Delete the segments of a namespace, and close them; without the lock.
 
-    Files that cannot be deleted, such as those of another user, are not opened again.
+    Files that cannot be deleted, such as another user's, are never opened again.
     """
     directory = known.directory
     folder = directory.folder(namespace)
@@ -123,9 +123,9 @@ def delete_files(known: Known, health: Health, namespace: bytes) -> None:
 class Sealing:
     """Keeps the rows of one tier until they are sealed, in segments of `target` bytes.
 
-    The whole directory has at most `budget` bytes. `description(namespace)` is what ``fingerprint.json`` says
-    about a namespace. A directory that is `temporary` is not made again once it has been deleted. One that is
-    in front of a `bucket` loses nothing that the bucket lacks: a segment waits until there is room for it.
+    The whole directory has at most `budget` bytes. `description(namespace)` is written to
+    ``fingerprint.json``. A `temporary` directory is not made again once deleted. In front of a `bucket`,
+    segments that the bucket lacks are never deleted: new segments wait until there is room.
 
     Attributes
     ----------
@@ -134,7 +134,7 @@ class Sealing:
     lost : int
         Rows forgotten as they could not be written.
     is_last : bool
-        Whether rows are tried now or never, as the tier is being closed.
+        Whether this is the last try to write rows, as the tier is being closed.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class Sealing:
         return self._serialisable(schema)
 
     def keep(self, keys: Keys, rows: Rows) -> int:
-        """Have the rows that are not here yet wait to be written; returns how many these are."""
+        """Queue the rows that are not here yet; returns how many these are."""
         own = OwnRows(rows, self._slabs, is_added=True)
         with self._known.lock():
             self._known.begin()
@@ -184,7 +184,7 @@ class Sealing:
                 return 0
             try:
                 located = self._known.namespace(keys.namespace)
-                if not self._health.writes:  # looking has shown that the files are of a newer format
+                if not self._health.writes:  # the look found files of a newer format
                     return 0
                 absent = np.flatnonzero(located.find(keys.words).numbers < 0)
                 if len(absent) < len(keys):
@@ -196,7 +196,7 @@ class Sealing:
         return len(keys)
 
     def _queue_rows(self, writer: Writer, located: NamespaceIndex, keys: Keys, own: OwnRows) -> None:
-        """Add rows to segments that will be written, so that none gets much larger than the target."""
+        """Add rows to open segments, in pieces, so that no segment gets much larger than the target."""
         family = own.schema.family
         step = max(1, writer.pace.target // max(1, own.schema.row_bytes))
         for start in range(0, len(keys), step):
@@ -212,8 +212,8 @@ class Sealing:
     def write(self, pending: Pending) -> bool:
         """Seal rows; returns whether they are sealed.
 
-        Where the system refuses that, they wait on, as long as there is room, and are forgotten otherwise.
-        The writer deals with interrupts.
+        If the system fails, they are queued again while there is room, and else forgotten. The writer deals
+        with interrupts.
         """
         folder = self._directory.folder(pending.namespace)
         name = ulid() + SEGMENT
@@ -277,7 +277,7 @@ class Sealing:
             self._health.fault(error, self._directory.folder(located.namespace))
 
     def _has_room_for_run(self, size: int) -> bool:
-        """Whether a run fits into the budget; room is made for one that is small, where any row may go."""
+        """Whether a run fits into the budget; under ``lru``, a small one may evict segments."""
         if self._policy != "lru" or self._bucket is not None or size > self._budget // 8:
             return used_bytes(self._directory.scan()) + size <= self._budget
         self._known.hold_what_is_used()
@@ -286,7 +286,7 @@ class Sealing:
         return False
 
     def _waits_on(self, pending: Pending) -> bool:
-        """Have rows wait until the pause is over; False if there is no room for them."""
+        """Queue rows again until the pause is over; False if there is no room for them."""
         writer = self._known.writer
         return writer is not None and writer.again(pending, self._health.pause_of(pending.namespace))
 
@@ -304,17 +304,17 @@ class Sealing:
 
         for is_last in (False, True):
             if self._temporary and not self._fs.exists(self._directory.path):
-                return False  # the run that made it has ended, so nobody would delete it again
-            # `held` keeps others from deleting the namespace until the segment is written: the cache that put
-            # the rows may be closed by now.
+                return False  # its run has ended, so no process would delete it again
+            # `held` keeps other processes from deleting the namespace until the segment is written: the cache
+            # that put the rows may be closed by now.
             held = self._known.held(namespace, enter)
             try:
-                with self._one_at_a_time():  # else two threads would find the same room, and both use it
+                with self._one_at_a_time():  # else two threads could use the same room
                     if not self._has_room(encoded.nbytes, extra):
                         return False
                     write(self._fs, self._directory.folder(namespace), name, encoded)
                 return True
-            except FileNotFoundError:  # somebody has deleted the folder although it is held
+            except FileNotFoundError:  # the folder was deleted although it is held
                 if is_last:
                     raise
             finally:
@@ -322,11 +322,11 @@ class Sealing:
         return False
 
     def forget(self, pending: Pending) -> None:
-        """Forget rows that nobody will write."""
+        """Forget rows that will not be written."""
         self._known.remove(pending.namespace, [pending.number])
 
     def _has_room(self, size: int, extra: int) -> bool:
-        """Whether a segment fits into the budget; `extra` are bytes that have just been written."""
+        """Whether a segment fits into the budget, beside `extra` bytes written just now."""
         if size > self._budget:
             return False
         if self._allowance.take(size + extra):
@@ -344,7 +344,7 @@ class Sealing:
         return True
 
     def _room_after(self, size: int) -> int:
-        """The bytes that are left when a segment is written; less than 0 if it does not fit."""
+        """The bytes left after writing a segment; negative if it does not fit."""
         awaited = AwaitedUploads(self._directory) if self._bucket is not None else None
         while True:
             room = room_after(

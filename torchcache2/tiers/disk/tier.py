@@ -1,10 +1,10 @@
-"""`DiskTier`: rows in the segments of a cache directory, written behind the caller's back.
+"""`DiskTier`: rows in the segments of a cache directory, written asynchronously.
 
-Rows that were put can be read at once. They are on the disk when they are sealed in a segment. That happens
-when there are enough of them, after some seconds, at `flush` and `close`, and at exit. If rows are missing,
-the tier looks for segments that other processes have sealed since.
+Rows can be read as soon as they are put. They reach the disk when they are sealed in a segment: when there
+are enough of them, after some seconds, at `flush` and `close`, and at exit. If rows are missing, the tier
+looks for new segments of other processes.
 
-Safe under threads, and for processes that share a directory: files appear whole, and are never modified.
+Thread-safe; processes may share a directory, since files appear whole and never change.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ class DiskTier(Tier):
     path : str
         The directory; made if it does not exist.
     budget : int
-        Bytes of the whole directory, whoever wrote them. Each writer exceeds it by one segment at most.
+        The most bytes of the whole directory, by all writers. Each writer may exceed it by one segment.
     policy : {"keep", "lru"}
-        If it is full of rows in use, ``keep`` stops writing; ``lru`` deletes what was not used for longest.
+        If it is full of rows in use, ``keep`` stops writing; ``lru`` deletes the least recently used
+        segments.
     codec : {"brotli", "blosc2", "none"}
     quality : int, of the codec
     queue : int
@@ -61,20 +62,20 @@ class DiskTier(Tier):
     delay : float
         Seconds after which rows are sealed, however few; see `torchcache2.tiers.writer.Pace`.
     temporary : bool
-        Whether the directory goes with this process, whose `close` then does not write the rows that wait.
-        Forked children write theirs as long as the directory exists.
+        Whether the directory is deleted with this process, whose `close` then writes no more rows. Forked
+        children write theirs as long as the directory exists.
     most_seconds : callable, optional
-        Called once in each process that writes: no more rows may wait there than it writes in so many
+        Called once in each writing process: only as many rows may wait there as it can write in that many
         seconds. None, or a result of None: as many as `queue` allows.
     closed : callable, optional
         Called at the end of `close`, such as to delete a temporary directory.
     signals : Signals, optional
         Signals between the processes of a job.
     bucket : BucketSource, optional
-        The bucket below the directory, closed with the tier. It gets every segment, and those that it has are
-        found too; these make room for new ones here, and no others do.
+        The bucket below the directory, closed with the tier. It gets every segment, and its segments are
+        found too. Only segments that are in the bucket are deleted here to make room.
     writes : bool
-        False: nothing in the directory is changed, and the good rows of a damaged segment are served.
+        False: change nothing in the directory, and serve the good rows of damaged segments.
 
     Raises
     ------
@@ -142,7 +143,7 @@ class DiskTier(Tier):
 
     @property
     def cause(self) -> Exception | None:
-        """Why the bucket is left out now; None if it is not."""
+        """The fault because of which the tier does not use its bucket now; None if there is none."""
         return None if self.bucket is None else self.bucket.objects.cause
 
     @property
@@ -152,7 +153,7 @@ class DiskTier(Tier):
 
     @with_ordinary_tensors
     def get(self, keys: Keys) -> Found:
-        """The rows of those keys that are here, read into fresh memory."""
+        """The rows that the tier has for these keys, read into fresh memory."""
         try:
             return Found(self._reader.find(keys))
         except Exception as error:  # such as a lack of memory; a fault is a miss
@@ -163,7 +164,7 @@ class DiskTier(Tier):
                 self.bucket.folder.done()
 
     def has(self, keys: Keys) -> Flags:
-        """Whether each key has a row here now, be it one that waits to be written."""
+        """Whether each key has a row here now, written or not."""
         try:
             return self._reader.has(keys)
         except Exception as error:
@@ -171,7 +172,7 @@ class DiskTier(Tier):
             return np.zeros(len(keys), bool)
 
     def look_again(self, namespace: bytes) -> None:
-        """Look for segments that other processes have sealed at the next call."""
+        """Have the next call look for segments of other processes."""
         with self._lock():
             located = self._known.located.get(namespace)
             if located is not None:
@@ -179,7 +180,7 @@ class DiskTier(Tier):
 
     @with_ordinary_tensors
     def put(self, keys: Keys, rows: Rows) -> int:
-        """Have rows under distinct keys written soon; waits only if too many wait to be written already."""
+        """Queue rows under distinct keys to be written; waits only if the queue is full."""
         if not self._sealing.takes(keys.namespace, rows.schema) or len(keys) == 0:
             return 0
         try:
@@ -194,7 +195,7 @@ class DiskTier(Tier):
     def drop(self, namespace: bytes) -> None:
         """Forget every row of a namespace, and delete its segments."""
         if holds(self._lock()):
-            self.later(self.drop, namespace)  # the garbage collector calls this while tables are changed
+            self.later(self.drop, namespace)  # the garbage collector called in the middle of an update
             return
         with self._lock():
             self._known.begin()
@@ -204,7 +205,7 @@ class DiskTier(Tier):
             self.bucket.drop(namespace)
 
     def describe(self, namespace: bytes, description: Mapping[str, Any], *, create: bool) -> None:
-        """Write a newer description to ``fingerprint.json``; if there is none yet, only with `create`."""
+        """Update ``fingerprint.json``; if there is none yet, only with `create`."""
         if not self._health.may_write(namespace) or self._known.closed:
             return
         try:
@@ -216,14 +217,14 @@ class DiskTier(Tier):
         with self._lock():
             located = self._known.located.get(namespace)
             if located is not None:
-                located.hold()  # the file that was locked has been replaced
+                located.hold()  # the locked file has been replaced
         with contextlib.suppress(OSError):
             remove_leftovers(self.directory, namespace.hex())  # the old file, unless another process holds it
 
     def flush(self) -> None:
-        """Return when everything that was put is sealed, or waits to be tried again because of a fault."""
+        """Return once all rows put so far are sealed, or queued again after a fault."""
         if self.is_busy_here():
-            return  # waiting here would wait for this thread itself; the writer writes the rows soon
+            return  # this thread would wait for itself; the writer writes soon
         with self._lock():
             self._known.begin()
             writer = self._known.writer
@@ -233,7 +234,7 @@ class DiskTier(Tier):
             self.bucket.flush()
 
     def close(self) -> None:
-        """Flush, close every file, and end the thread. From then on nothing is found or kept."""
+        """Flush, close every file, and end the thread. Afterwards the tier finds and keeps nothing."""
         if self._known.closed:
             return
         if self.is_busy_here():
@@ -264,7 +265,7 @@ class DiskTier(Tier):
             self._on_closed()
 
     def stats(self) -> TierStats:
-        """Rows of the namespaces that were asked for, and the bytes of the whole directory."""
+        """Rows of the namespaces used so far, and bytes of the whole directory."""
         with self._lock():
             self._known.begin()
             rows = sum(map(len, self._known.located.values()))
@@ -279,7 +280,7 @@ class DiskTier(Tier):
         return TierStats(rows, size, self._sealing.evictions, corrupt, faults)
 
     def count(self, namespace: bytes) -> int:
-        """How many rows of a namespace, which was asked for, are here."""
+        """How many rows of a namespace in use are here."""
         with self._lock():
             self._known.begin()
             located = self._known.located.get(namespace)
@@ -292,18 +293,18 @@ class DiskTier(Tier):
         return super().counts() | moved
 
     def reasons(self, namespace: bytes) -> list[Exception]:
-        """Why segments cannot be opened, what the system has refused, and why the bucket is left out."""
+        """Errors of opening segments, the last failed system call, and the fault of the bucket."""
         causes = [] if self.cause is None else [self.cause]
         return self._known.unopened(namespace) + self._health.last + causes
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of memory that finding rows takes."""
+        """Bytes of memory of all indexes."""
         with self._lock():
             return sum(located.nbytes for located in self._known.located.values())
 
     def is_busy_here(self) -> bool:
-        """Whether this thread is at work in this tier, and the garbage collector calls from there."""
+        """Whether the garbage collector called us from this thread's own work in this tier."""
         writes = self._known.writer is not None and self._known.writer.writes_here()
         uploads = self.bucket is not None and self.bucket.is_busy_here()
         return writes or uploads or holds(self._lock())

@@ -1,6 +1,6 @@
 """`Arena`: the rows of one namespace and schema, densely, in columns that grow.
 
-Rows lie at 0 … n-1; when some are removed, the last ones move into their places. Sizes are exact: they count
+Rows lie at 0 … n-1; when some are removed, the last ones take their places. Sizes are exact: they include
 whole pages and, while a column or table is copied, both copies.
 
 Not thread-safe: the tier holds a lock. The tier also turns inference mode off.
@@ -22,15 +22,14 @@ from torchcache2.core.rows import Rows, Schema
 from torchcache2.tiers.index import KeyIndex
 from torchcache2.tiers.memory.columns import host_column, row_column
 
-_SLAB = 64 << 20  # a column grows by no more bytes than these at a time, if fewer rows are needed
+_SLAB = 64 << 20  # a column grows by at most this at a time, unless the rows need more
 
 
 class Arena:
     """Rows of one schema under their keys, and when each was last used.
 
-    The columns of the output are on `device`, and none will ever exceed `limit` bytes. `runtime` is that
-    of the accelerator. If rows `are_remote`, they came from it to the host, and are gathered into page-locked
-    memory.
+    The columns lie on `device`, and none ever exceeds `limit` bytes. `runtime` is the accelerator's. If rows
+    `are_remote`, they came from the accelerator to the host, and `gather` returns them in page-locked memory.
     """
 
     def __init__(
@@ -81,14 +80,15 @@ class Arena:
         return self._ticks.view(len(self)).view(torch.int64).view(-1).numpy()
 
     def cost(self, count: int) -> int:
-        """Bytes that making room for `count` more rows takes at its peak."""
+        """Peak bytes of making room for `count` more rows."""
         rows = len(self) + count
         return sum(column.cost(rows) for column in self._all) + self._index.growth(count)
 
     def slab(self, count: int) -> int:
         """How many rows to make room for at once when `count` are needed.
 
-        Up to 64 MB, it doubles on a device; on the host, where that costs less, it grows by an eighth.
+        Up to 64 MB, an arena doubles on a device; on the host, where growing costs less, it grows by an
+        eighth.
         """
         widest = max(column.row_bytes for column in self._all)
         grown = len(self) // 8 if self.device.type == "cpu" else len(self)
@@ -116,7 +116,7 @@ class Arena:
         return self._index.find(words)
 
     def row(self, low: int, high: int) -> tuple[int, list[memoryview]] | None:
-        """The ordinal of a key, and the bytes of its leaves where they lie; None if not on the host."""
+        """The ordinal of a key and a view of each leaf's bytes; None if the row is not on the host."""
         ordinal = self._index.find_one(low, high) if self.device.type == "cpu" else -1
         if ordinal < 0:
             return None
@@ -137,17 +137,17 @@ class Arena:
         return Rows(self.schema, columns, len(ordinals))
 
     def append(self, keys: Bytes2D, rows: Rows, tick: int) -> None:
-        """Add rows under distinct keys that are not here; `room` has been made for them."""
+        """Add rows under new, distinct keys; the caller has made `room` for them."""
         first, count = len(self), len(rows)
         with self._in_order():
             for column, values in zip(self._columns, rows.laid_out_as(self.schema).columns, strict=True):
                 column.write(first, values)
         self._ticks.write(first, torch.full((count,), tick, device="cpu"))
-        # This comes last, so that there is never a key without its row.
+        # Last, so that no key is ever without its row.
         self._index.add(keys.view("<u8"))
 
     def remove(self, ordinals: Ordinals) -> None:
-        """Forget rows; the last rows take their places. If that fails, all rows are forgotten."""
+        """Remove rows; the last rows take their places. If that fails, forget all rows."""
         source, target = self._index.remove(ordinals)
         if len(source) == 0:
             return
@@ -156,7 +156,7 @@ class Arena:
                 for column in (*self._columns, self._ticks):
                     column.move(source, target)
         except BaseException:
-            self._index = KeyIndex(self._key_words())  # some rows have moved, and others have not
+            self._index = KeyIndex(self._key_words())  # only some rows have moved
             raise
 
     def shrink(self) -> None:
@@ -168,7 +168,7 @@ class Arena:
 
     @contextlib.contextmanager
     def _in_order(self) -> Iterator[None]:
-        """Around what the device does with the columns."""
+        """Encloses the device's work on the columns."""
         if not self._order.is_needed:
             yield
             return

@@ -1,9 +1,9 @@
-"""Columns: the rows of one leaf as bytes, whatever their dtype is, in memory that grows.
+"""Columns: the rows of one leaf as bytes of any dtype, in memory that grows.
 
-A column on the CPU takes just its bytes while it is small. Once it is large, it reserves as much address
-space as the whole budget, and the kernel gives memory to the pages that have been written. So it grows
-without a copy, one `index_select` gathers from it, and memory that is given up goes back to the system at
-once. On other devices a column grows by chunks, and is never copied.
+A small column on the CPU takes just its bytes. A large one reserves address space for the whole budget, and
+the kernel allocates pages as they are written. So it grows without a copy, one `index_select` gathers from
+it, and freed memory returns to the system at once. On other devices a column grows by chunks, and is never
+copied.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torchcache2.core.keys import Ordinals
 from torchcache2.core.memory import ALONE, Runtime, as_words, gather, numbers, write
 
 _PAGE = mmap.PAGESIZE
-# Without this flag the system counts reserved address space as memory, and refuses to fork the process.
+# Without this flag the system counts reserved address space as memory, and may refuse to fork.
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
-_MOST_MAPPED = 256  # columns of that part of the budget are large: a process has a limited number of mappings
+_MOST_MAPPED = 256  # larger parts of the budget are large columns: mappings per process are limited
 _HUGE = 8 << 20  # memory that grows by this many bytes or more asks for huge pages
-# A chunk has at most 64 MiB, or one row if that is larger. Whoever asks for a few rows gets a 64th of what
-# the column has, but no more than 2 MiB, as a column would otherwise grow by very many small chunks.
+# A chunk has at most 64 MiB, or one row if that is larger. Even for a few rows, a column grows by a 64th of
+# its size, at most 2 MiB: otherwise it would consist of very many small chunks.
 _MOST, _PART, _MOST_UNASKED = 64 << 20, 64, 2 << 20
-# Torch gives out memory of a GPU in multiples of 512 bytes, and asks the system for large pieces of 2 MB.
+# Torch allocates GPU memory in multiples of 512 bytes, and large blocks in multiples of 2 MB.
 _UNIT, _LARGE_UNIT, _LARGE = 512, 2 << 20, 10 << 20
 
 
@@ -57,18 +57,18 @@ class Column:
         return self.capacity * self.row_bytes
 
     def cost(self, rows: int) -> int:
-        """Bytes that making room for so many rows takes at its peak."""
+        """Peak bytes of making room for `rows` rows in all."""
         return rows * self.row_bytes if rows > self.capacity else 0
 
     def grow(self, rows: int) -> None:
-        """Make room for so many rows."""
+        """Make room for `rows` rows in all."""
         if rows > self.capacity:
             data = self._allocate(rows)
             data[: self.capacity] = self._data
             self._hold(data, rows)
 
     def shrink(self, rows: int) -> None:
-        """Give back the memory behind so many rows."""
+        """Free the memory behind the first `rows` rows."""
         if rows < self.capacity:
             self._hold(self._data[:rows].clone(), rows)
 
@@ -78,7 +78,7 @@ class Column:
 
     @property
     def memory(self) -> Sequence[Tensor]:
-        """Tensors that have all of the memory."""
+        """Tensors that cover all of the memory."""
         return [self._data]
 
     def gather(self, ordinals: Ordinals, dtype: torch.dtype = torch.uint8) -> Tensor:
@@ -90,7 +90,7 @@ class Column:
         return numbers(self._array.take(ordinals, 0), dtype)
 
     def write(self, first: int, values: Tensor) -> None:
-        """Write values of any dtype, from a row on."""
+        """Write values of any dtype, starting at row `first`."""
         write(self._data, first, values)
 
     def move(self, source: Ordinals, target: Ordinals) -> None:
@@ -106,9 +106,9 @@ class Column:
 
 
 class _ReservedColumn(Column):
-    """A column that, once it is large, lies in reserved address space: it grows and shrinks there in place.
+    """A column that moves to reserved address space once it is large, and then resizes in place.
 
-    There it takes whole pages. A small one takes the bytes of its rows, as there may be thousands of them.
+    A large column takes whole pages. There may be thousands of small ones, so each takes just its bytes.
     """
 
     def __init__(self, row_bytes: int, limit: int, runtime: Runtime | None = None) -> None:
@@ -148,7 +148,7 @@ class _ReservedColumn(Column):
         if size < self._committed:
             self._map.madvise(mmap.MADV_DONTNEED, size, self._committed - size)
             if hasattr(mmap, "MADV_NOHUGEPAGE"):
-                # Otherwise a huge page that begins before this range could take it in again.
+                # Otherwise a huge page that begins before this range could cover it again.
                 self._map.madvise(mmap.MADV_NOHUGEPAGE, size, self._committed - size)
             self._committed, self.capacity = size, size // self.row_bytes
 
@@ -172,13 +172,13 @@ class _ReservedColumn(Column):
 
 
 class _ChunkedColumn(Column):
-    """Rows on a device in chunks that stay where they are: it grows by whole chunks, and shrinks by them."""
+    """Rows on a device in chunks that never move; the column grows and shrinks by whole chunks."""
 
     def __init__(self, row_bytes: int, device: torch.device, runtime: Runtime) -> None:
         super().__init__(row_bytes, runtime)
         self._device = device
         self._chunks: list[Tensor] = []  # contiguous, uint8 of shape (rows, row_bytes)
-        self._starts: Ordinals = np.empty(0, np.int64)  # the number of the first row of each
+        self._starts: Ordinals = np.empty(0, np.int64)  # first row of each chunk
 
     @property
     def nbytes(self) -> int:
@@ -235,7 +235,7 @@ class _ChunkedColumn(Column):
             as_words(chunk).index_copy_(0, inside, moved.index_select(0, where))
 
     def _by_chunk(self, ordinals: Ordinals) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Each chunk that has some of these rows; on the device, their places among `ordinals` and in it."""
+        """Each chunk with some of these rows, their positions in `ordinals`, and in it (on the device)."""
         assert self._runtime is not None
         which = np.searchsorted(self._starts, ordinals, side="right") - 1
         order = np.argsort(which, kind="stable")
@@ -246,7 +246,7 @@ class _ChunkedColumn(Column):
         return [(self._chunks[number], where[a:b], inside[a:b]) for number, (a, b) in spans]
 
     def _sizes(self, rows: int) -> Iterator[int]:
-        """Bytes of the chunks that make room for so many rows, as the allocator gives them out."""
+        """Bytes of the chunks to add for `rows` rows in all, rounded as the allocator rounds them."""
         capacity, total, most = self.capacity, self.nbytes, max(1, _MOST // self.row_bytes)
         while capacity < rows:
             size = min(rows - capacity, most) * self.row_bytes
@@ -284,7 +284,7 @@ class _NoColumn(Column):
 
 
 def host_column(row_bytes: int, limit: int, runtime: Runtime | None = None) -> Column:
-    """A column on the host, which will never have more than `limit` bytes."""
+    """A column on the host of at most `limit` bytes."""
     if hasattr(mmap, "MAP_ANONYMOUS") and hasattr(mmap, "MADV_DONTNEED"):
         return _ReservedColumn(row_bytes, limit, runtime)
     return Column(row_bytes, runtime)

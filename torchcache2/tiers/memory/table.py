@@ -1,14 +1,15 @@
-"""`ArenaTable`: the arenas of each namespace, within one budget, and the arenas that have rows of a group.
+"""`ArenaTable`: the arenas of each namespace and of each group of keys, within one budget.
 
-Keys of one group have everything but the item's content in common: arguments, modes, shapes of items. Their
-rows are in one arena or in few, so that a look-up asks these, however many arenas a namespace has.
+Keys of one group share everything but the item's content: arguments, modes, shapes of items. Their rows are
+in one or few arenas, so a look-up searches only these, however many arenas the namespace has.
 
-When the budget is full, replicas, which other ranks own, are forgotten first, and then namespaces that
-nothing alive uses, beginning with the least recently used one. After that ``keep`` keeps the rows that came
+When the budget is full, the table first forgets replicas (copies of rows that other ranks own), then
+namespaces that nothing alive uses, least recently used first. After that ``keep`` keeps the rows that came
 first, and ``lru`` forgets the least recently used rows.
 
-All replicas go at once, and those that come later leave a quarter of what they took to other rows. So how
-often they go is bounded, as each time they take a quarter less. A table that is full without them takes none.
+All replicas go at once, and later replicas leave a quarter of that space free for other rows. As they take a
+quarter less each time, this happens a bounded number of times. A table that other rows fill takes no
+replicas.
 
 Not thread-safe: the tier holds a lock.
 """
@@ -26,11 +27,11 @@ from torchcache2.core.rows import Schema
 from torchcache2.core.settings import Policy
 from torchcache2.tiers.memory.arena import Arena
 
-_GROUP_BYTES = 256  # about what a group takes in memory
-_MOST_ARENAS = 10_000  # an arena takes some kilobytes that do not count
+_GROUP_BYTES = 256  # estimated size of a group
+_MOST_ARENAS = 10_000  # an arena takes a few kilobytes outside the budget
 _MOST_GROUPS = 100_000  # in one namespace
-_LEFT_FREE = 4  # replicas leave free one in so many of the bytes that they took when they last had to go
-_EVICTED_AT_ONCE = 64  # at least a 64th of all rows goes at once, as finding the oldest ones reads all ticks
+_LEFT_FREE = 4  # dropped replicas reserve 1/4 of their bytes for other rows
+_EVICTED_AT_ONCE = 64  # evict at least a 64th of all rows, as each search reads all ticks
 
 Name = tuple[Schema, tuple[bool, ...], torch.device]
 
@@ -41,9 +42,9 @@ class ArenaTable:
     Attributes
     ----------
     budget : int
-        Bytes that the arenas never exceed.
+        The most bytes that all arenas may take.
     nbytes : int
-        Bytes of all arenas when they were last measured, and of the groups.
+        Bytes of all arenas, as last measured, and of the groups.
     evictions : int
         Rows forgotten to make room.
     last_used : dict of bytes to int
@@ -69,9 +70,9 @@ class ArenaTable:
         self.nbytes = 0
         self.last_used: dict[bytes, int] = {}
         self._replicas: set[bytes] = set()
-        self._reserve = 0  # bytes that replicas leave free
-        self._too_little = -1  # bytes that were left for replicas when some did not fit
-        self._is_full = False  # whether something has not found room, and no rows were dropped since
+        self._reserve = 0  # bytes that replicas must leave free
+        self._too_little = -1  # `_left` when replicas last found no room
+        self._is_full = False  # whether rows found no room, and none were dropped since
         self._arenas: dict[bytes, dict[Name, Arena]] = {}
         self._groups: dict[bytes, dict[bytes, list[Arena]]] = {}
         self._sizes: dict[Arena, int] = {}
@@ -96,17 +97,17 @@ class ArenaTable:
         return list(self._arenas.get(namespace, {}).values())
 
     def are_here(self, keys: Keys, also: Arena | None = None) -> Flags:
-        """Whether each key has a row, in the arenas that may have some or in one more."""
+        """Whether each key has a row in the arenas of its group, or in one more."""
         arenas = self.arenas_for(keys)
         if also is not None and not any(other is also for other in arenas):
-            arenas = [*arenas, also]  # the table may not know any more that the group has rows in this arena
+            arenas = [*arenas, also]  # the table may have forgotten that the group has rows in this arena
         here = np.zeros(len(keys), bool)
         for arena in arenas:
             here |= arena.find(keys.words) >= 0
         return here
 
     def get(self, namespace: bytes, name: Name) -> Arena | None:
-        """The arena of a schema and its layout on a device."""
+        """The arena of a schema, layout and device; None if there is none."""
         return self._arenas.get(namespace, {}).get(name)
 
     def make(self, namespace: bytes, name: Name, *, are_remote: bool) -> Arena | None:
@@ -122,20 +123,20 @@ class ArenaTable:
         return arena
 
     def measure(self, arena: Arena) -> None:
-        """Count an arena's bytes anew, as its size may have changed."""
+        """Update the count of an arena's bytes."""
         size = arena.nbytes
         self.nbytes += size - self._sizes.get(arena, 0)
         self._sizes[arena] = size
 
     def link(self, keys: Keys, arena: Arena) -> None:
-        """Note that this arena has rows of the group of these keys, if the budget has room for the note."""
+        """Record that this arena has rows of these keys' group, if the budget has room for the record."""
         size = self._bytes_of_group(keys)
         if not keys.group or (size and self.nbytes + size > self.budget):
             return
         groups = self._groups.setdefault(keys.namespace, {})
         if len(groups) >= _MOST_GROUPS and size:
             self.nbytes -= _GROUP_BYTES * len(groups)
-            groups.clear()  # rows of these groups are not found until they are put again
+            groups.clear()  # their rows are misses until put again
         self.nbytes += size
         arenas = groups.setdefault(keys.group, [])
         if not any(other is arena for other in arenas):
@@ -155,7 +156,7 @@ class ArenaTable:
         return rows
 
     def pop_empty(self, namespace: bytes, keep: Arena | None = None) -> None:
-        """Forget arenas without rows, except the one to `keep`, and the namespace if it has no arena left."""
+        """Forget empty arenas, except `keep`, and the namespace if no arena is left."""
         self._pop_some(namespace, lambda arena: len(arena) == 0 and arena is not keep)
 
     def give_back(self, device: torch.device | None) -> int:
@@ -169,7 +170,7 @@ class ArenaTable:
         return freed
 
     def _pop_some(self, namespace: bytes, is_gone: Callable[[Arena], bool]) -> None:
-        """Forget some arenas of a namespace, and the namespace if it has no arena left."""
+        """Forget some arenas of a namespace, and the namespace if no arena is left."""
         arenas = self._arenas.get(namespace, {})
         gone = [name for name, arena in arenas.items() if is_gone(arena)]
         for name in gone:
@@ -185,11 +186,11 @@ class ArenaTable:
                     self.nbytes -= _GROUP_BYTES
 
     def has_replicas(self, namespace: bytes) -> bool:
-        """Whether a namespace is one of replicas."""
+        """Whether a namespace holds replicas."""
         return namespace in self._replicas
 
     def add_replicas(self, namespace: bytes) -> bool:
-        """Note that a namespace is one of replicas; False if there is no room for any."""
+        """Record that a namespace holds replicas; False if there is no room for replicas."""
         if self._is_full or self._left <= self._too_little:
             return False
         self._replicas.add(namespace)
@@ -197,11 +198,11 @@ class ArenaTable:
 
     @property
     def _left(self) -> int:
-        """Bytes that are left for replicas."""
+        """Bytes left for replicas."""
         return self.budget - self.nbytes - self._reserve
 
     def drop_replicas(self) -> bool:
-        """Forget all replicas; whether there were any."""
+        """Forget all replicas; returns whether there were any."""
         before = self.nbytes
         for namespace in list(self._replicas):
             self.pop(namespace)
@@ -211,9 +212,9 @@ class ArenaTable:
         return True
 
     def make_room(self, keys: Keys, arena: Arena, count: int, evicts: bool) -> int:
-        """Make room for `count` rows, or for as many as the budget and the policy allow; returns how many.
+        """Make room for `count` rows, or as many as budget and policy allow; returns for how many.
 
-        Their group, which takes memory of its own, finds room too.
+        This includes the bytes of their group's record.
         """
         namespace = keys.namespace
         is_owned = namespace not in self._replicas
@@ -252,7 +253,7 @@ class ArenaTable:
             self.measure(arena)
 
     def drop_unused(self, namespace: bytes) -> bool:
-        """Forget the namespace that was used least recently, of those that nothing alive uses."""
+        """Forget the least recently used of the namespaces that nothing alive uses."""
         if self._in_use is None:
             return False
         used = {namespace, *self._in_use()}
@@ -264,9 +265,9 @@ class ArenaTable:
         return True
 
     def _evict(self, favoured: Arena, count: int) -> bool:
-        """Forget least recently used rows of the size of `count` favoured ones; False if there are none.
+        """Evict the oldest rows until `count` rows of `favoured` would fit; False if there are no rows.
 
-        If that is none, any memory is needed, and not room for such rows.
+        A `count` of 0 means that some memory is needed, but not for rows of `favoured`.
         """
         arenas = list(self)
         lengths = list(map(len, arenas))

@@ -1,13 +1,13 @@
 """`MemoryTier`: rows in RAM (or on a device) under an exact byte budget.
 
-Each pair of namespace and schema has an arena. When the budget is full, rows of namespaces that nothing alive
-uses are forgotten first. After that ``keep`` keeps the rows that came first: if every epoch reads every item
-once, no policy finds more. ``lru`` forgets the least recently used rows, which suits serving.
+Each pair of namespace and schema has an arena. When the budget is full, the tier first forgets namespaces
+that nothing alive uses. After that ``keep`` keeps the rows that came first: if every epoch reads every item
+once, no policy has more hits. ``lru`` forgets the least recently used rows, which suits serving.
 
-Safe under threads: one lock covers look-up and copy, because under ``lru`` rows move.
+Thread-safe: one lock covers look-up and copy, because rows move under ``lru``.
 
-Rows that come from an accelerator to the host are copied while the caller goes on. Room is made for them at
-once. The next call waits for the copies, and puts the rows into their arena before it does anything else.
+Copies from an accelerator to the host run while the caller continues. The tier makes room for these rows at
+once; its next call first waits for the copies and puts the rows into their arena.
 """
 
 from __future__ import annotations
@@ -38,18 +38,19 @@ class MemoryTier(Tier):
     Parameters
     ----------
     budget : int
-        Bytes that are never exceeded, bookkeeping included.
+        The most bytes that the tier takes, bookkeeping included.
     policy : {"keep", "lru"}
     device : torch.device, optional
-        Where rows lie; None: where the put rows were.
+        Where to keep rows; None: where they are when put.
     in_use : callable, optional
-        The namespaces that something alive uses; default: all.
+        Returns the namespaces that something alive uses; default: all.
     runtime : Runtime
         The runtime of the accelerator that rows may come from.
     spills : bool
         Whether there is a tier below that keeps what does not fit here.
     among : callable, optional
-        How many processes divide what is left of the budget; called once in each process, forked ones too.
+        Returns how many processes divide what is left of the budget; called once in each process, also forked
+        ones.
     """
 
     name = "memory"
@@ -68,7 +69,7 @@ class MemoryTier(Tier):
         self.budget = budget
         self._among, self._pid = among, 0
         self._runtime = runtime
-        # Rows that are being copied to the host, and the arena that has room for them.
+        # Rows on their way to the host, and the arena with room for them.
         self._incoming: tuple[Arena, Keys, Arriving] | None = None
         self.policy = policy
         self._device = device
@@ -94,7 +95,7 @@ class MemoryTier(Tier):
         return Found([])
 
     def get_one(self, namespace: bytes, low: int, high: int, make: Make) -> Any:
-        """What is made of the row of one key, if it is on the host."""
+        """What `make` builds from the row of one key, if it is on the host."""
         with self._lock():
             try:
                 self._catch_up()
@@ -122,9 +123,9 @@ class MemoryTier(Tier):
 
     @with_ordinary_tensors
     def put(self, keys: Keys, rows: Rows, *, evicts: bool = True, are_replicas: bool = False) -> int:
-        """Keep rows under distinct keys; those that are here already stay as they are.
+        """Keep rows under distinct keys; existing rows stay as they are.
 
-        Without `evicts`, no row that is in use makes room for them. For `are_replicas`, see `keep_replicas`.
+        Without `evicts`, evict no row in use for them. For `are_replicas`, see `keep_replicas`.
         """
         with self._lock():
             try:
@@ -138,7 +139,7 @@ class MemoryTier(Tier):
         return 0
 
     def offer(self, keys: Keys, rows: Rows) -> int:
-        """Keep rows that a slower tier has too, if no row in use has to go for them."""
+        """Keep rows that a slower tier has too, without evicting rows in use."""
         return self.put(keys, rows, evicts=False)
 
     def keep_replicas(self, keys: Keys, rows: Rows) -> int:
@@ -157,7 +158,7 @@ class MemoryTier(Tier):
             return self._arenas.give_back(device)
 
     def flush(self) -> None:
-        """Wait for rows that are being copied; memory gets no more durable than that."""
+        """Wait for copies from an accelerator; memory gets no more durable than that."""
         self.stats()
 
     def close(self) -> None:
@@ -166,7 +167,7 @@ class MemoryTier(Tier):
         self._lock.if_free(self._forget_dropped)
 
     def stats(self) -> TierStats:
-        """Rows and allocated bytes, and how many rows made room for others."""
+        """Rows, allocated bytes, and how many rows were evicted."""
         with self._lock():
             try:
                 self._catch_up()
@@ -179,20 +180,20 @@ class MemoryTier(Tier):
             )
 
     def counts(self) -> dict[str, int]:
-        """What `CacheStats` says of this tier, whose evictions are simply ``evictions`` there."""
+        """The tier's counts in `CacheStats`, which calls its evictions ``evictions``."""
         counts = super().counts()
         counts["evictions"] = counts.pop(f"{self.name}_evictions")
         return counts
 
     def _start_anew(self, error: BaseException, verb: str) -> None:
-        """Forget everything after a fault, since rows may be half moved; what is forgotten is a miss."""
+        """Forget everything after a fault, since rows may be half moved; later look-ups miss."""
         self._forget_all()
         if not isinstance(error, Exception):
             raise error
         self._told("fault", "the memory cache could not be %s, and starts anew: %r", verb, error)
 
     def _do_without(self, keys: Keys, error: BaseException) -> None:
-        """Go on after a copy for which there was no memory: rows of these keys are misses."""
+        """Warn that there was no memory for a copy: rows of these keys are misses."""
         self._arenas.pop_empty(keys.namespace)
         self._told(
             "memory",
@@ -280,10 +281,10 @@ class MemoryTier(Tier):
         return kept
 
     def _append(self, arena: Arena, keys: Keys, rows: Rows) -> None:
-        """Write rows for which there is room, at once or when they have arrived on the host."""
+        """Write rows into the room made for them, at once or when they have arrived on the host."""
         remote = [column for column in rows.columns if self._runtime.owns(column)]
         if remote and arena.device.type == "cpu":
-            # Columns on the host are copied, as the caller may write to them before the others have arrived.
+            # Copy columns on the host: the caller may overwrite them before the others have arrived.
             columns = rows.laid_out_as(arena.schema).columns
             columns = tuple(c if self._runtime.owns(c) else c.clone() for c in columns)
             self._incoming = arena, keys, Arriving(columns, self._runtime)
@@ -301,7 +302,7 @@ class MemoryTier(Tier):
         if device is None:
             device = rows.columns[0].device if rows.columns else torch.device("cpu")
         elif device.type == "cuda" and device.index is None and torch.cuda.is_available():
-            # "cuda" means the device that is current now, even if another one is current later.
+            # "cuda" means the current device at the first put, even if that changes later.
             device = self._device = torch.device("cuda", torch.cuda.current_device())
         name = rows.schema, rows.schema.layout, device
         arena = self._arenas.get(namespace, name)

@@ -1,10 +1,9 @@
 """Claims on servers: "this call computes these keys now", for all processes that use the same servers.
 
-A claim is a name on the server of its row, which only the first one can set. It goes by itself after a time
-that is far longer than a computation, so that nobody waits forever for a process that was killed. A holder
-that was stopped for longer finds by its own clock that it has none any more, and leaves the next one's alone.
-If a server fails, what is claimed there is computed without a claim. In the worst case, a row is computed
-twice.
+A claim is a name on its row's server, which only the first process can set. It expires after far longer than
+a computation takes, so that no process waits forever for a killed one. A holder that was stopped for longer
+sees by its own clock that its claim has expired, and leaves its successor's alone. If a server fails, calls
+compute its keys without a claim. In the worst case, a row is computed twice.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from torchcache2.tiers.redis.client import Clients, failed
 from torchcache2.tiers.redis.outbox import Outbox
 from torchcache2.tiers.redis.record import claim_names, row_names
 
-_PROCESS = os.urandom(16)  # forked children have the same, but no thread of the same number
+_PROCESS = os.urandom(16)  # shared by forked children, but their thread ids differ
 
 
 class _Held(NamedTuple):
-    """Items that were claimed together: by whom, when, and until when nobody else can claim them."""
+    """Keys claimed together: by whom, when, and until when the claim is safe."""
 
     keys: Keys
     namespace: bytes
@@ -46,11 +45,11 @@ class RedisClaims:
     ----------
     clients : Clients
     outbox : Outbox, optional
-        Where rows wait to be sent: their claims are given up afterwards.
+        The queue of unsent rows: their claims end once they are sent.
     """
 
-    least = 60.0  # seconds that a claim lasts, or 10 times those of the longest computation so far
-    most = 600.0  # seconds for which one is waited for: somebody may have set such a name forever
+    least = 60.0  # seconds that a claim lasts, or 10 times the longest computation so far
+    most = 600.0  # seconds to wait for a claim: another program may have set its name forever
 
     def __init__(
         self,
@@ -64,7 +63,7 @@ class RedisClaims:
         self.thread: Callable[[], int] = threading.get_native_id
         self._outbox = outbox
         self._held: dict[int, _Held] = {}  # by identity
-        self._left: deque[_Held] = deque()  # what nothing refers to any more, or is given up
+        self._left: deque[_Held] = deque()  # claims to give up at the next call
         self._longest = 0.0  # seconds from a claim to the rows
 
     @property
@@ -73,9 +72,9 @@ class RedisClaims:
         return max(self.least, 10 * self._longest)
 
     def of(self, keys: Keys) -> RedisClaim | None:
-        """What a call claims. A thread that holds claims of the namespace gets no others, and computes all.
+        """A claim on keys; None if this thread holds claims of the namespace: then it computes all.
 
-        It would wait for others, which may be waiting for what it has claimed already.
+        Else it might wait for processes that wait for its other claims.
         """
         self._give_up()
         who, now = (keys.namespace, os.getpid(), self.thread()), self.clock()
@@ -83,29 +82,29 @@ class RedisClaims:
         return None if is_holding or not len(keys) else RedisClaim(keys, self)
 
     def token(self) -> bytes:
-        """The value of what this thread claims, through whichever tier of its process."""
+        """The value of this thread's claims, in all tiers of its process."""
         return _PROCESS + self.thread().to_bytes(8, "little")
 
     def note(self, keys: Keys, since: float, seconds: float) -> _Held:
-        """Note what was claimed."""
-        # By this clock it ends earlier than on the server, as commands take their time.
+        """Record claimed keys."""
+        # Expires earlier here than on the server, as commands take time.
         until = since + 0.95 * seconds
         held = _Held(keys, keys.namespace, os.getpid(), self.thread(), since, until)
         self._held[id(held)] = held
         return held
 
     def leave(self, held: _Held) -> None:
-        """Have claims given up at the next call: the garbage collector may call this within any other one."""
+        """Give up claims at the next call, as the garbage collector may call this within another one."""
         self._left.append(held)
 
     def release(self, held: _Held) -> None:
-        """Give up claims; those of rows that wait to be sent, when these are on the servers."""
+        """Give up claims; those of unsent rows only once these are on the servers."""
         self._longest = max(self._longest, self.clock() - held.since)
         self.leave(held)
         self._give_up()
 
     def delete(self, held: _Held, keys: Keys) -> None:
-        """Delete some of the claims, if they are certainly still this process's."""
+        """Delete some claims if they certainly still belong to this process."""
         if len(keys) and held.pid == os.getpid() and self.clock() < held.until:
             self.clients.counts(b"DEL", claim_names(keys), keys.words)
 

@@ -1,8 +1,8 @@
-"""`Clients`: what a process says to its Redis servers, and what they answer, if they do.
+"""`Clients`: a process's commands to its Redis servers, and their replies, with faults handled.
 
-Commands go to each server in pipelines, over connections of redis-py. Of several servers, each keeps a share
-of the keys, and all are asked at once. A server that fails is left out for a while, and then tried by a
-thread: nobody waits for it. Its rows are misses meanwhile, and a warning says so once.
+Commands go to each server in pipelines, over connections of redis-py. Each of several servers keeps a share
+of the keys; all are asked at once. A failing server is skipped for a while, and then tried by a background
+thread, so that no call waits for it. Meanwhile its rows are misses, with one warning.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ _NEEDED: tuple[Command, ...] = (
 )
 _SLOTS = b"CLUSTER", b"SLOTS"
 _TRIED = b"MGET", b"torchcache2:try"  # nothing has this name
-_BLOCK = 256 << 10  # bytes that are sent at once: each call has a timeout, and costs a call of the system
-_PAGE = 1000  # names that a server looks at for a page of SCAN
-_REPLY = 8 << 20  # bytes of a reply, so that a server never makes a huge one
-_UNSEEN, _SEEN = 32 << 10, 1 << 10  # what a value takes at least, before one of them was seen and later
-_PREFIX = 45  # bytes of a name that all rows of a namespace share
+_BLOCK = 256 << 10  # bytes sent at once: each piece has a timeout, and costs a system call
+_PAGE = 1000  # names that a server visits for a page of SCAN
+_REPLY = 8 << 20  # most bytes of a reply
+_UNSEEN, _SEEN = 32 << 10, 1 << 10  # least assumed bytes of a value, before and after one was seen
+_PREFIX = 45  # bytes at the start of names, shared by a namespace
 _SECRET = ("password", "ssl_password")
 _LONGEST = 200  # characters of an error
-_DOWN = ("ClusterDownError", "MasterDownError")  # names, as redis-py is imported only when it is used
-_MOVED = ("MovedError", "AskError", "TryAgainError")  # another node of the cluster serves a name
+_DOWN = ("ClusterDownError", "MasterDownError")  # by name, as redis-py is imported only when used
+_MOVED = ("MovedError", "AskError", "TryAgainError")  # another node of the cluster serves this name
 _UNWRITABLE = ("ReadOnlyError", "NoPermissionError")
 _UNWRITABLE_WORDS = ("MISCONF", "NOREPLICAS")
 _FULL = (
@@ -55,13 +55,13 @@ _FULL = (
     "maxmemory (capacity_per_node if this library has started it), or have it forget rows: policy='lru', "
     "which is its maxmemory-policy allkeys-lru"
 )
-# The multipliers of splitmix64. All processes must draw the same numbers, so they may never change.
+# The constants of splitmix64. All processes must compute the same shares, so never change them.
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
 class Lost(enum.Enum):
-    """What stands in the place of a reply that did not come."""
+    """Stands for a reply that did not arrive."""
 
     LOST = "lost"
 
@@ -70,21 +70,20 @@ LOST: Final = Lost.LOST
 
 
 def failed(reply: Any) -> bool:
-    """Whether a reply did not come, or is an error."""
+    """Whether a reply is missing or an error."""
     return reply is LOST or isinstance(reply, Exception)
 
 
 class Node:
-    """One server, and connections to it, which the threads of a process share.
+    """One server, and connections to it, shared by the threads of a process.
 
-    A connection is idle only while no reply is on its way to it: otherwise somebody would take the reply to
-    another's question for his own. The pool of redis-py cannot be used: an interrupt may leave a connection
-    there before it has given its password.
+    A connection is idle only if no reply is pending: otherwise the next user would take that reply for its
+    own. redis-py's pool is unsuitable: an interrupt may leave a connection there before it has authenticated.
 
     Attributes
     ----------
     part, writing : bytes
-        Its parts of a `Breaker`: the server, and what writes to it.
+        Parts of a `Breaker`: the server, and writes to it.
     """
 
     def __init__(self, server: Server, connect_timeout: float, read_timeout: float) -> None:
@@ -94,7 +93,7 @@ class Node:
         if "path" in options:
             options["unix_socket_path"] = options.pop("path")
         options.setdefault("ssl", any(name.startswith("ssl_") for name in options))
-        # The command that tells a server the client's name and version may be forbidden.
+        # Servers may forbid the command with the client's name and version.
         untold = ["driver_info"] if hasattr(redis, "DriverInfo") else ["lib_name", "lib_version"]
         self._pool = redis.Redis(
             **options,
@@ -109,37 +108,37 @@ class Node:
         self._is_closed = False
 
     def send(self, commands: Sequence[Command]) -> Any:
-        """A connection to which commands were sent; `give_back` it when all replies have been read.
+        """Send commands; returns the connection, to `give_back` after reading all replies.
 
-        If something goes wrong meanwhile, it is closed, as nobody refers to it.
+        On an error, drop it instead: without references, it is closed.
         """
         connection = self._take()
         connection.send_packed_command(_blocks(connection, commands))
         return connection
 
     def reply(self, connection: Any) -> Any:
-        """The next reply; an error of the command is one, and an error of the server is raised."""
+        """The next reply; returns an error of the command, and raises an error of the connection."""
         try:
             return connection.read_response()
         except self._error as error:
             return error.with_traceback(None)  # which would keep the connection
 
     def ask(self, commands: Sequence[Command]) -> list[Any]:
-        """The replies to some commands."""
+        """Send commands, and return their replies."""
         connection = self.send(commands)
         replies = [self.reply(connection) for _ in commands]
         self.give_back(connection)
         return replies
 
     def give_back(self, connection: Any) -> None:
-        """Keep a connection for others."""
+        """Make a connection available to other threads."""
         if connection.pid == os.getpid():
             self._idle.append(connection)
         if self._is_closed:
             self.close()
 
     def close(self) -> None:
-        """Close the connections that are idle, and others when they are given back."""
+        """Close idle connections, and the others when they are given back."""
         self._is_closed = True
         while self._idle:
             with contextlib.suppress(IndexError):  # another thread was faster
@@ -152,7 +151,7 @@ class Node:
                 connection = self._idle.pop()
                 if connection.pid == os.getpid() and not connection.can_read():
                     return connection
-                connection.disconnect()  # in a child this does not end the connection of its parent
+                connection.disconnect()  # a child's disconnect leaves its parent's connection open
         connection = self._pool.connection_class(**self._pool.connection_kwargs)
         connection.connect()
         return connection
@@ -161,15 +160,15 @@ class Node:
 class Shares:
     """Which of several servers keeps a row.
 
-    Each server draws a number for each key by its name, and the highest one gets the key. So the order in
-    which servers are named does not matter, and a server that is added or lost moves no key between others.
+    Rendezvous hashing: name and key give a number, and the server with the highest one gets the key. So the
+    order of the servers does not matter, and adding or losing a server moves no key between the others.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         self._seeds = np.array([xxhash.xxh3_64_intdigest(name.encode()) for name in names], np.uint64)
 
     def of(self, words: Words) -> Positions:
-        """For each key the place of its server in the list of names, int64 ``(n,)``."""
+        """The position of each key's server in the list of names, int64 ``(n,)``."""
         if len(self._seeds) == 1:
             return np.zeros(len(words), np.int64)
         drawn = words[:, :1] ^ self._seeds
@@ -180,21 +179,21 @@ class Shares:
 
 
 class Slots:
-    """Which node of a Redis Cluster serves a name. The cluster itself has shared out its slots.
+    """Which node of a Redis Cluster serves a name, by the cluster's own table of slots.
 
-    The client for clusters of redis-py gives up a whole call when one node is dead. So nodes are spoken to as
-    other servers are, and are only asked which of them serves what.
+    redis-py's own cluster client fails a whole call if one node is dead. So nodes are used like other
+    servers, and only asked for their table of slots.
 
     Attributes
     ----------
     nodes : list of Server
-        The nodes that serve something, sorted by name; they take the options of `asked`.
+        The nodes that serve slots, sorted by name; they get the options of `asked`.
     """
 
     def __init__(self, reply: Sequence[Any], asked: Server) -> None:
         ranges = []
-        for start, end, primary, *_ in reply:  # replicas follow, which refuse to serve
-            host, port = primary[:2]  # one that does not know its own host is where it was asked
+        for start, end, primary, *_ in reply:  # replicas follow; they serve no names
+            host, port = primary[:2]  # a node that does not know its host has that of `asked`
             options = dict(asked.options) | ({"host": host.decode()} if host else {})
             ranges.append((start, end, Server.of(options | {"port": port})))
         self.nodes = sorted({node for _, _, node in ranges}, key=lambda node: node.name)
@@ -203,33 +202,33 @@ class Slots:
             self._places[start : end + 1] = self.nodes.index(node)
 
     def of(self, names: Sequence[bytes]) -> Positions:
-        """For each name the place of its node in `nodes`, int64 ``(n,)``; -1 if no node serves it."""
+        """The position of each name's node in `nodes`, int64 ``(n,)``; -1 if no node serves it."""
         slot = require_redis("a Redis Cluster").crc.key_slot
         places: Positions = self._places[[slot(name) for name in names]]
         return places
 
 
 class Clients:
-    """The clients of one process; faults of servers are met inside.
+    """The clients of one process; handles faults of the servers itself.
 
-    Threads may share it, and a forked child makes connections of its own. No password is in any text: a
-    server may send back what it did not understand, such as AUTH.
+    Threads may share it; a forked child makes its own connections. Passwords are removed from all texts: a
+    server may echo commands that it did not understand, such as AUTH.
 
     Parameters
     ----------
     servers : Servers
-        They may be nodes of a Redis Cluster, which then says which node serves a name.
+        They may be nodes of a Redis Cluster, which then decides which node serves a name.
     tell : ToldOnce, optional
-        Warns once a kind of fault and server.
+        Warns once for each kind of fault and server.
     connect_timeout, read_timeout : float
-        Seconds that a server may take to take a connection, and to answer.
+        Seconds that a server may take to accept a connection, and to answer.
     pause : float
-        Seconds for which a server is left out that has failed; each further time twice as long.
+        Seconds to skip a failing server; doubles each time.
 
     Attributes
     ----------
     corrupt : int
-        Values that were seen and that are no rows.
+        Damaged values found.
     """
 
     def __init__(
@@ -246,14 +245,14 @@ class Clients:
         options = [option for server in servers.servers for option in server.options]
         self._secrets = Secrets({str(value): "" for name, value in options if name in _SECRET and value})
         self._timeouts = connect_timeout, read_timeout
-        self._known: dict[Server, Node] = {}  # all that were ever spoken to
+        self._known: dict[Server, Node] = {}  # all servers ever used
         nodes = [self._node(server) for server in servers.servers]
-        # Both are replaced together, so that no thread looks up a node of the old list by a new share.
+        # Replaced together, so that no thread uses new shares with the old list.
         self._route: tuple[list[Node], Shares | Slots] = nodes, Shares([node.name for node in nodes])
-        self._is_noticed = False  # whether it is known if this is a Redis Cluster
+        self._is_noticed = False  # whether we know if this is a Redis Cluster
         self._looked = 0.0
-        self._trying: dict[tuple[int, str], float] = {}  # since when a thread of this process tries a server
-        self._sizes: dict[bytes, float] = {}  # guesses, by what names of a namespace begin with
+        self._trying: dict[tuple[int, str], float] = {}  # when a thread of this process began to try a server
+        self._sizes: dict[bytes, float] = {}  # guessed sizes of values, by prefix of a namespace
         self._closed = False
 
     def __repr__(self) -> str:
@@ -266,13 +265,13 @@ class Clients:
 
     @property
     def faults(self) -> int:
-        """How often a server did not answer, or answered with an error."""
+        """How often a server gave no answer, or an error."""
         return self.breaker.faults
 
     def check(self) -> None:
-        """Raise `OptionError` if a server refuses the password or a command that is needed."""
+        """Raise `OptionError` if a server refuses the password or a needed command."""
         checked: set[Node] = set()
-        for _ in range(2):  # the nodes of a cluster are known when the first of them has answered
+        for _ in range(2):  # the first node to answer reveals a cluster's other nodes
             for node in {*self._known.values()} - checked:
                 if refusal := self._refusal(node):
                     raise OptionError(f"the Redis server {node.name} {refusal}")
@@ -280,7 +279,7 @@ class Clients:
             self._routed()
 
     def mget(self, names: Sequence[bytes], words: Words) -> list[bytes | None]:
-        """The values of some names, None for those that are not there or whose server fails.
+        """The values of some names; None if there is none or the server fails.
 
         The value of ``names[i]`` lies on the server of the key ``words[i]``, uint64 ``(n, 2)``.
         """
@@ -291,7 +290,7 @@ class Clients:
             for node, places in left.items():
                 count = max(1, int(_REPLY / self._sizes.get(names[places[0]][:_PREFIX], _REPLY)))
                 pieces[node] = some = places[:count]
-                # A node of a cluster takes no command about names of several slots.
+                # In a cluster, a command must not span slots.
                 groups = [[place] for place in some] if is_cluster else [some]
                 asked[node] = [(b"MGET", *[names[place] for place in group]) for group in groups]
             answers = self._exchange(asked)
@@ -315,8 +314,8 @@ class Clients:
         """The replies to some commands, each about a name: a pipeline for each server.
 
         ``commands[i]``, such as ``(b"SET", name, value)``, goes to the server of the key ``words[i]``. A
-        reply is what the server has sent, an instance of `redis.exceptions.ResponseError`, or `LOST`. SET is
-        not sent to a server that takes no new rows for now.
+        reply is what the server has sent, an instance of `redis.exceptions.ResponseError`, or `LOST`. Servers
+        that take no new rows for now get no SET.
         """
         replies: list[Any] = [LOST] * len(commands)
         asked = {}
@@ -335,10 +334,10 @@ class Clients:
         return replies
 
     def counts(self, command: bytes, names: Sequence[bytes], words: Words) -> list[tuple[list[int], Any]]:
-        """The replies to a command that takes many names and counts them, such as EXISTS.
+        """The replies to a command that counts names, such as EXISTS.
 
-        That is far faster than a command for each name. Returns the places in `names` that each reply, as
-        those of `run`, is about: all of a server, or each alone in a Redis Cluster.
+        Far faster than a command per name. Returns, with each reply (as of `run`), the positions in `names`
+        that it counts: all of a server, or one in a Redis Cluster.
         """
         places, is_cluster = self._by_node(names, words)
         groups = {node: [[i] for i in which] if is_cluster else [which] for node, which in places.items()}
@@ -347,9 +346,9 @@ class Clients:
         return [pair for node, of in groups.items() for pair in zip(of, answers[node], strict=True)]
 
     def exist(self, names: Sequence[bytes], words: Words) -> Flags:
-        """Whether each name is there, bool ``(n,)``; a server that fails has none.
+        """Whether each name exists, bool ``(n,)``; False on a failing server.
 
-        A server is asked for all names at once. Where it has some only, it is asked for each of them.
+        Asks each server for all its names at once, and one by one only if it has some but not all.
         """
         there, unsure = np.zeros(len(names), bool), list[int]()
         for places, count in self.counts(b"EXISTS", names, words):
@@ -372,9 +371,9 @@ class Clients:
         return (page for _, page in self._pages(pattern))
 
     def delete(self, pattern: bytes) -> None:
-        """Delete the names that match, wherever they are: a server may have some that belong on another."""
+        """Delete matching names on all servers, as a server may have names that belong on another."""
         for node, page in self._pages(pattern):
-            # A node of a cluster takes no command about names of several slots.
+            # In a cluster, a command must not span slots.
             self._exchange({node: [(b"UNLINK", name) for name in page]})
 
     def _pages(self, pattern: bytes) -> Iterator[tuple[Node, list[bytes]]]:
@@ -394,7 +393,7 @@ class Clients:
     def allows_writes(self, words: Words) -> Flags:
         """Whether the server of each key takes new rows now, bool ``(n,)``.
 
-        In a Redis Cluster, it depends on names which server that is: then, whether any server does.
+        In a Redis Cluster, where the server depends on names: whether any server does.
         """
         nodes, places = self._route
         allowed = np.array([not self._closed and self._may_write(node) for node in nodes])
@@ -412,7 +411,7 @@ class Clients:
     # Which server.
 
     def _by_node(self, names: Sequence[bytes], words: Words) -> tuple[dict[Node, list[int]], bool]:
-        """The places of the names of each server, and whether these are a Redis Cluster."""
+        """The positions of each server's names, and whether this is a Redis Cluster."""
         nodes, places = self._routed()
         if len(nodes) == 1 and isinstance(places, Shares):
             return {nodes[0]: list(range(len(names)))} if names else {}, False
@@ -424,11 +423,11 @@ class Clients:
         return found, isinstance(places, Slots)
 
     def _node(self, server: Server) -> Node:
-        """The node of a server, the same for as long as this process speaks to it."""
+        """The node of a server, always the same object."""
         return self._known.get(server) or self._known.setdefault(server, Node(server, *self._timeouts))
 
     def _routed(self) -> tuple[list[Node], Shares | Slots]:
-        """The nodes, and what finds the right one; the first server that answers says what it is."""
+        """The nodes, and the table that assigns names; the first answer tells if it is a cluster."""
         for node in self._route[0] if not self._is_noticed else ():
             reply = self._exchange({node: [_NEEDED[0]]})[node][0]
             if reply is not LOST:
@@ -438,13 +437,13 @@ class Clients:
         return self._route
 
     def _look_again(self) -> None:
-        """A node of a cluster has failed, or does not serve what it did: another one may by now."""
+        """Ask a cluster for its slots again: a node has failed, or no longer serves a name."""
         is_time = time.monotonic() - self._looked > self.breaker.shortest
         if is_time and isinstance(self._route[1], Slots):
             self._ask_slots(list(self._known.values()))
 
     def _ask_slots(self, nodes: Sequence[Node]) -> bool:
-        """Go by what the first node says that answers; False if none does."""
+        """Take the slots from the first node that answers; False if none does."""
         self._looked = time.monotonic()
         for node in nodes:
             reply = self._exchange({node: [_SLOTS]})[node][0]
@@ -455,7 +454,7 @@ class Clients:
         return False
 
     def _note_sizes(self, prefix: bytes, values: Sequence[bytes | None]) -> None:
-        """Learn how large values of a namespace are; a guess that was too large is corrected by and by."""
+        """Learn the size of a namespace's values; too large a guess shrinks step by step."""
         largest = max(map(len, filter(None, values)), default=0)
         guess = self._sizes.get(prefix, _REPLY)
         least = _SEEN if largest or guess < _UNSEEN else _UNSEEN
@@ -464,9 +463,9 @@ class Clients:
     # Commands and replies.
 
     def _exchange(self, asked: Mapping[Node, Sequence[Command]]) -> dict[Node, list[Any]]:
-        """The replies of each server to its commands; all are sent before the first reply is waited for.
+        """Send all commands to all servers, then read the replies of each.
 
-        A reply is `LOST` if the server is left out or fails.
+        Replies are `LOST` if a server is skipped or fails.
         """
         answers: dict[Node, list[Any]] = {node: [LOST] * len(some) for node, some in asked.items()}
         waiting: list[tuple[Node, Any]] = []
@@ -475,7 +474,7 @@ class Clients:
                 if commands and self._may_use(node):
                     try:
                         waiting.append((node, node.send(commands)))
-                    except Exception as error:  # no fault of a server may stop who uses the cache
+                    except Exception as error:  # a server's fault must not stop the caller
                         self._failed(node, error)
             deadline = time.monotonic() + self._timeouts[1]
             while waiting:
@@ -489,19 +488,19 @@ class Clients:
                     connection.disconnect()
                     del waiting[0]
                     continue
-                # This comes before the connection is given back: then another thread may use it, and
-                # `finally` must not close it.
+                # Before `give_back`: then another thread may use the connection, and `finally` must not close
+                # it.
                 del waiting[0]
                 node.give_back(connection)
                 answers[node] = replies
                 self._count_errors(node, asked[node], replies)
         finally:
-            for _, connection in waiting:  # an interrupt came: nobody may read these replies
+            for _, connection in waiting:  # after an interrupt, these replies must not be read
                 connection.disconnect()
         return answers
 
     def _count_errors(self, node: Node, commands: Sequence[Command], replies: Sequence[Any]) -> None:
-        """Count and tell the errors among the replies of a server, one of each kind."""
+        """Count and report the errors in a server's replies, one of each kind."""
         found = {}
         for command, reply in zip(commands, replies, strict=True):
             if isinstance(reply, Exception):
@@ -514,7 +513,7 @@ class Clients:
             self._look_again()
 
     def _may_use(self, node: Node) -> bool:
-        """Whether a server is asked now; if it is time, a thread tries one that has failed."""
+        """Whether to use a server now; if it is time, a thread tries a failed one."""
         if self._closed or not self.breaker.is_failing(node.part):
             return not self._closed
         who = os.getpid(), node.name
@@ -546,7 +545,7 @@ class Clients:
     # Faults.
 
     def _failed(self, node: Node, error: BaseException) -> None:
-        """Leave a server out for a while that does not answer, or does not serve."""
+        """Skip a failing server for a while, with a warning."""
         self.breaker.faults += 1
         if self.breaker.allows(node.part):  # another thread may have found out at the same time
             self.breaker.failed(node.part, is_lasting=True)
@@ -554,7 +553,7 @@ class Clients:
         self.tell(f"{node.name} {type(error).__name__}", message, node.name, self._text_of(error))
 
     def _error_reply(self, node: Node, command: bytes, error: Exception) -> None:
-        """Respond to an error that a server has answered to a command."""
+        """Respond to a server's error reply to a command."""
         kind = type(error).__name__
         if kind in _DOWN or (command == b"MGET" and kind not in _MOVED):
             self._failed(node, error)
@@ -572,14 +571,14 @@ class Clients:
             self.tell(told, message, node.name, command.decode(), text)
 
     def _text_of(self, error: BaseException) -> str:
-        """What an error says, without a password."""
+        """The text of an error, without passwords."""
         text = str(error).partition(", with args")[0]
         for secret in self._secrets:
             text = text.replace(secret, "…")
         return f"{type(error).__name__}: {text[:_LONGEST]}"
 
     def _refusal(self, node: Node) -> str:
-        """Why a server refuses us or a command; empty if it does not, or cannot be reached."""
+        """Why a server refuses us or a command; empty if it does neither, or is unreachable."""
         errors = require_redis("a Redis server").exceptions
         try:
             replies = node.ask(_NEEDED)
@@ -601,7 +600,7 @@ class Clients:
 
 
 def _blocks(connection: Any, commands: Sequence[Command]) -> Iterator[bytes | memoryview]:
-    """The bytes of commands: small ones are joined; large ones are cut, and not copied, which costs more."""
+    """The bytes of commands: small ones joined, large ones cut without a copy."""
     pieces, size = list[bytes](), 0
     for command in commands:
         for packed in connection.pack_command(*command):
@@ -622,7 +621,7 @@ def _blocks(connection: Any, commands: Sequence[Command]) -> Iterator[bytes | me
 
 
 def _values(replies: Sequence[Any], count: int) -> list[bytes | None] | None:
-    """The values in the replies to one or more MGET; None if these are no such replies."""
+    """The values in replies to one or more MGET; None for other replies."""
     if not all(isinstance(reply, (list, Exception)) for reply in replies):
         return None
     lists: list[list[Any]] = [
@@ -634,7 +633,7 @@ def _values(replies: Sequence[Any], count: int) -> list[bytes | None] | None:
 
 
 def _is_page(reply: Any) -> bool:
-    """Whether a reply is one to SCAN: where to go on, and names."""
+    """Whether a reply is one to SCAN: a cursor, and names."""
     if not isinstance(reply, list) or [*map(type, reply)] != [bytes, list]:
         return False
     return reply[0].isdigit() and set(map(type, reply[1])) <= {bytes}

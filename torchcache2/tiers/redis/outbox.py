@@ -1,8 +1,8 @@
-"""`Outbox`: rows of one tier that wait in this process to be sent to servers, and the thread that sends them.
+"""`Outbox`: one process's queue of rows to be sent to servers, and the thread that sends them.
 
-Rows are sent in the order in which they came: when there are enough, or after a while, or at once when
-somebody waits for them. Until they are on the servers, they are found here. A forked child begins with none,
-as its parent sends them. After an interrupt in the middle of a change, what waits is forgotten.
+Rows are sent first in, first out: when there are enough, after a while, or at once when a process waits for
+them. Look-ups find them here until they are on the servers. A forked child begins with an empty queue, as its
+parent sends those rows. An interrupt in the middle of an update empties the queue.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from torchcache2.core.rows import Parts, Rows
 from torchcache2.tiers.base import Signals
 from torchcache2.tiers.unwritten import OwnRows
 
-_EXIT_PRIORITY = 10  # higher than that of a temporary directory, which is deleted afterwards
-_BETWEEN_LOOKS = 0.2  # seconds, while rows wait, between looks whether others need them
-_PIECE = 4 << 20  # bytes of rows that are sent before the replies are waited for
-_FIRST = 4e5, 0.1  # bytes and the seconds that sending them takes, before that was measured
+_EXIT_PRIORITY = 10  # above that of a temporary directory, whose deletion comes later
+_BETWEEN_LOOKS = 0.2  # seconds between checks whether other processes need unsent rows
+_PIECE = 4 << 20  # bytes of rows sent before waiting for replies
+_FIRST = 4e5, 0.1  # assumed until measured: bytes, and seconds to send them
 
 
 class Batch:
     """Rows that were put together, and whether they have been forgotten since."""
 
     def __init__(self, keys: Keys, own: OwnRows) -> None:
-        self.keys = Keys(keys.namespace, keys.data.copy(), keys.group)  # the caller may write to its own
+        self.keys = Keys(keys.namespace, keys.data.copy(), keys.group)  # the caller may overwrite its own
         self.own = own
         self.nbytes = own.nbytes + 16 * len(keys)
         self.since = time.monotonic()
@@ -41,7 +41,7 @@ class Batch:
 
 
 def pieces(batches: Sequence[Batch]) -> Iterator[list[tuple[Batch, Keys, Rows]]]:
-    """The rows of batches, few enough in each piece that their encoded values take little memory."""
+    """The rows of batches, in pieces whose encoded values take little memory."""
     piece, size = list[tuple[Batch, Keys, Rows]](), 0
     for batch in batches:
         rows = batch.own.rows.laid_out_as(batch.own.schema)
@@ -59,23 +59,23 @@ def pieces(batches: Sequence[Batch]) -> Iterator[list[tuple[Batch, Keys, Rows]]]
 
 
 class Outbox:
-    """A bounded queue, in which rows can be found.
+    """A bounded queue with look-up of its rows.
 
     Parameters
     ----------
     send : callable
-        ``send(batches, look)`` sends those rows that are not dropped, and says whether any were kept; it
-        raises nothing but interrupts. ``look()`` notes what other processes have dropped meanwhile.
+        ``send(batches, look)`` sends the rows that are not dropped, and returns whether any were kept; it
+        raises only interrupts. ``look()`` marks batches that other processes have dropped meanwhile.
     signals : Signals
         Signals between the processes of a job.
     queue : int
         Bytes that may wait.
     buffer : int
-        So many rows are sent together.
+        Rows to send together.
     delay : float
         Seconds after which rows are sent, however few.
     most_seconds : callable, optional
-        No more rows may wait than are sent in so many seconds.
+        Returns the seconds within which the queue must be sendable; None: no limit.
     at_exit : callable
         Called when the process ends.
     """
@@ -94,7 +94,7 @@ class Outbox:
         self.closed = False
         self._send, self._signals, self._at_exit = send, signals, at_exit
         self._queue_bytes, self._buffer, self._delay, self._most_seconds = queue, buffer, delay, most_seconds
-        self._lock = ProcessLock(threading.RLock)  # the garbage collector may call at any point
+        self._lock = ProcessLock(threading.RLock)  # reentrant: the garbage collector may call
         self._sending = ProcessLock(threading.RLock)  # one thread sends at a time; taken before `_lock`
         self._dropped = signals.drops()
         self._pid = 0
@@ -102,7 +102,7 @@ class Outbox:
         self._limit = queue
 
     def find(self, keys: Keys) -> Parts:
-        """The rows of those keys that wait, in fresh memory."""
+        """The queued rows of these keys, in fresh memory."""
         found: dict[int, tuple[Batch, list[int], list[int]]] = {}
         with self._lock():
             self._begin()
@@ -120,14 +120,14 @@ class Outbox:
         return parts
 
     def has(self, keys: Keys) -> Flags:
-        """Whether the row of each key waits."""
+        """Whether the row of each key is queued."""
         with self._lock():
             self._begin()
             where = self._where.get(keys.namespace)
             return np.array([key in where for key in _split(keys)]) if where else np.zeros(len(keys), bool)
 
     def keep(self, keys: Keys, own: OwnRows) -> int:
-        """Have rows of distinct keys wait unless they do; returns how many were added, when there is room."""
+        """Queue rows under distinct keys that are not queued yet; returns how many, once there is room."""
         with self._lock():
             self._begin()
             absent = np.flatnonzero(~self.has(keys))
@@ -143,7 +143,7 @@ class Outbox:
                 where = self._where.setdefault(keys.namespace, {})
                 where.update((key, (batch, row)) for row, key in enumerate(_split(keys)))
             except BaseException:
-                self._forget_all()  # what is here may be half changed
+                self._forget_all()  # the queue may be half updated
                 self._nbytes = sum(batch.nbytes for batch in self._queue)
                 self._count = sum(len(batch.keys) for batch in self._queue)
                 raise
@@ -153,7 +153,7 @@ class Outbox:
         return len(keys)
 
     def after_rows(self, function: Callable[[], None]) -> None:
-        """Call a function when what waits now is on the servers, or will not come there; have it sent now."""
+        """Send the queue now, and call a function once its rows are on the servers or given up."""
         with self._lock():
             self._begin()
             if self._queue:
@@ -163,7 +163,7 @@ class Outbox:
         function()
 
     def drop(self, namespace: bytes) -> None:
-        """Forget the rows of a namespace; those that are being sent have been when this returns."""
+        """Forget the rows of a namespace; waits for those being sent."""
         with self._lock():
             self._begin()
             self._forget(namespace)
@@ -171,7 +171,7 @@ class Outbox:
             pass
 
     def flush(self) -> None:
-        """Return when everything that waits now is sent; this thread sends, too."""
+        """Send all queued rows, in this thread too, and return when they are sent."""
         with self._lock():
             self._begin()
             last = self._sent + len(self._queue)
@@ -194,27 +194,27 @@ class Outbox:
             thread.join()
 
     def is_busy_here(self) -> bool:
-        """Whether this thread is at work in here, and the garbage collector calls from there."""
+        """Whether the garbage collector called us from this thread's own work here."""
         return holds(self._sending()) or holds(self._lock())
 
     @property
     def nbytes(self) -> int:
-        """Bytes that wait, or are being sent."""
+        """Bytes queued or being sent."""
         return self._nbytes if self._pid == os.getpid() else 0
 
     def _begin(self) -> None:
-        """Begin with nothing in a process that was forked, and forget what others drop; under the lock."""
+        """Start empty in a forked process, and forget what others have dropped; call with the lock."""
         if self._pid != os.getpid():
             self._changed = threading.Condition(self._lock())
             self._queue: deque[Batch] = deque()
-            self._where: dict[bytes, dict[bytes, tuple[Batch, int]]] = {}  # a key's batch, and row there
+            self._where: dict[bytes, dict[bytes, tuple[Batch, int]]] = {}  # batch and row of each key
             self._nbytes = self._count = 0
-            self._sent = 0  # how many batches were
+            self._sent = 0  # batches sent so far
             self._after: list[tuple[int, Callable[[], None]]] = []
             self._thread: threading.Thread | None = None
             self._exit: AtExit | None = None
             self._seals = self._signals.seals()
-            self._written, self._took = _FIRST  # bytes that were sent last, and seconds
+            self._written, self._took = _FIRST  # bytes sent recently, and seconds taken
             self._limit = self._queue_bytes
             self._adjust()
             self._pid = os.getpid()
@@ -223,7 +223,7 @@ class Outbox:
             self._forget_all()
 
     def _adjust(self) -> None:
-        """Let so many bytes wait as are sent in time."""
+        """Limit the queue to what can be sent within `most_seconds`."""
         seconds = None if self._most_seconds is None else self._most_seconds()
         if seconds is not None:
             self._limit = min(self._queue_bytes, int(seconds * self._written / max(self._took, 1e-9)))
@@ -238,7 +238,7 @@ class Outbox:
             self._forget(namespace)
 
     def _wake(self) -> None:
-        """Wake the thread, and start it if there is none; under the lock."""
+        """Wake the thread, and start it if there is none; call with the lock."""
         self._changed.notify_all()
         if self._thread is not None or self.closed:
             return
@@ -247,7 +247,7 @@ class Outbox:
         self._thread = threading.Thread(target=self._work, name="torchcache2 outbox", daemon=True)
         try:
             self._thread.start()
-        except RuntimeError:  # the interpreter is ending, or there are too many threads: `flush` sends
+        except RuntimeError:  # at interpreter exit, or with too many threads, `flush` sends
             self._thread = None
 
     def _work(self) -> None:
@@ -260,7 +260,7 @@ class Outbox:
             self._send_some()
 
     def _seconds_left(self) -> float:
-        """Seconds until the thread has to send or check something; under the lock."""
+        """Seconds until the thread must send or check something; call with the lock."""
         if not self._queue:
             return 0.0 if self._after else math.inf
         is_enough = self._count >= self._buffer or self._nbytes >= min(
@@ -274,7 +274,7 @@ class Outbox:
         return left
 
     def _send_some(self) -> None:
-        """Send what came first, up to a piece, and call what waited for that."""
+        """Send the oldest rows, up to a piece, and call the functions that waited for them."""
         with self._sending():
             with self._lock():
                 self._begin()
@@ -307,7 +307,7 @@ class Outbox:
             self._begin()  # another process may have dropped rows
 
     def _remove(self, batch: Batch) -> None:
-        """Forget the first batch, whose rows are looked for on the servers now; under the lock."""
+        """Remove the oldest batch, now found on the servers; call with the lock."""
         self._queue.popleft()
         self._nbytes -= batch.nbytes
         self._count -= len(batch.keys)

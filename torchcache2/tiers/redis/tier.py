@@ -1,10 +1,10 @@
 """`RedisTier`: rows in Redis servers, sent asynchronously.
 
-Rows that were put can be read at once. They are on the servers when there are as many as are sent together,
-after a second, at `flush` and `close`, and at exit.
+Rows can be read as soon as they are put. They are sent to the servers when there are enough of them, after a
+second, at `flush` and `close`, and at exit.
 
-Safe under threads, and for any number of processes on any machines that use the same servers. A server may
-forget any row at any time, and may be used by others too.
+Thread-safe; any number of processes on any machines may use the same servers. A server may forget any row at
+any time, and may serve other programs too.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ class RedisTier(Tier):
     claims : bool
         Whether processes that use the same servers compute each row once.
     queue : int
-        Bytes of rows that may wait to be sent. A caller that puts more waits until there is room.
+        Bytes of rows that may wait to be sent; `put` blocks while there are more.
     delay : float
         Seconds after which rows are sent, however few.
     most_seconds : callable, optional
-        As of `DiskTier`: no more rows may wait in a process than it sends in so many seconds.
+        As for `DiskTier`: only as many rows may wait in a process as it can send in that many seconds.
     signals : Signals, optional
         Signals between the processes of a job.
 
     Notes
     -----
-    A server that refuses the password is a fault here: `check_place` has asked it before.
+    A server that refuses the password is a mere fault here, as `check_place` has checked it before.
     """
 
     name = "remote"
@@ -95,7 +95,7 @@ class RedisTier(Tier):
 
     @with_ordinary_tensors
     def get(self, keys: Keys) -> Found:
-        """The rows of those keys that wait here or are on the servers, in fresh memory."""
+        """The rows of these keys that are queued here or on the servers, in fresh memory."""
         try:
             if self._outbox.closed or len(keys) == 0:
                 return Found([])
@@ -112,7 +112,7 @@ class RedisTier(Tier):
             return Found([])
 
     def has(self, keys: Keys) -> Flags:
-        """Whether each key has a row here now, or one that waits to be sent."""
+        """Whether each key has a row now, on a server or queued here."""
         here = np.zeros(len(keys), bool)
         try:
             if self._outbox.closed:
@@ -128,9 +128,9 @@ class RedisTier(Tier):
 
     @with_ordinary_tensors
     def put(self, keys: Keys, rows: Rows) -> int:
-        """Have rows under distinct keys sent soon; waits only if too many wait already.
+        """Queue rows under distinct keys to be sent; waits only if the queue is full.
 
-        Rows that servers have are sent again: a row that is put was missed, so a server has lost it, or has a
+        Does not check whether servers have them: a row is put after a miss, so its server lost it, or has a
         damaged value.
         """
         if len(keys) == 0 or self._outbox.closed or not self._takes(rows.schema):
@@ -148,7 +148,7 @@ class RedisTier(Tier):
             return 0
 
     def claims(self, keys: Keys) -> TierClaim | None:
-        """What a call claims of all processes that use the servers; nothing if its thread holds claims."""
+        """A claim among all processes that use the servers; None if this thread holds claims."""
         return None if self._claims is None or self._outbox.closed else self._claims.of(keys)
 
     def drop(self, namespace: bytes) -> None:
@@ -156,18 +156,18 @@ class RedisTier(Tier):
         if self.is_busy_here():
             self.later(self.drop, namespace)
             return
-        # This comes first: a row that is on its way could come after its server was searched.
+        # First, as a row on its way could arrive after the search of its server.
         self._outbox.drop(namespace)
         self._clients.delete(pattern(namespace))
 
     def flush(self) -> None:
-        """Return when everything that was put is on the servers, or forgotten because of a fault."""
+        """Return once all rows put so far are on the servers, or forgotten because of a fault."""
         if self.is_busy_here():
-            return  # waiting here would wait for this thread itself; the rows are sent soon
+            return  # this thread would wait for itself; the rows are sent soon
         self._outbox.flush()
 
     def close(self) -> None:
-        """Flush, and close every connection. From then on nothing is found or kept."""
+        """Flush, and close every connection. Afterwards the tier finds and keeps nothing."""
         if self._outbox.closed:
             return
         if self.is_busy_here():
@@ -180,7 +180,7 @@ class RedisTier(Tier):
         self._clients.close()
 
     def stats(self) -> TierStats:
-        """What the servers have, all that others keep there included."""
+        """The content of the servers, including that of other programs."""
         self.flush()  # a closed tier has nothing to flush, and its servers answer nothing
         rows = sum(reply for reply in self._clients.each(b"DBSIZE") if isinstance(reply, int))
         size = evictions = 0
@@ -198,12 +198,12 @@ class RedisTier(Tier):
         """How many rows of a namespace there are."""
         self.flush()
         pages = self._clients.scan(pattern(namespace))
-        length = len(pattern(namespace)) - 1 + 16  # others may have put something else there
+        length = len(pattern(namespace)) - 1 + 16  # other programs may use such names
         ends = [name[-16:] for page in pages for name in page if len(name) == length]
         return len(set(ends))
 
     def is_busy_here(self) -> bool:
-        """Whether this thread is at work in this tier, and the garbage collector calls from there."""
+        """Whether the garbage collector called us from this thread's own work in this tier."""
         return self._outbox.is_busy_here()
 
     def _takes(self, schema: Schema) -> bool:
@@ -224,9 +224,9 @@ class RedisTier(Tier):
         return parts
 
     def _send(self, batches: Sequence[Batch], look: Callable[[], None]) -> bool:
-        """Have servers keep rows; whether any does. Rows that were dropped meanwhile are deleted again.
+        """Send rows; returns whether any was kept. Deletes rows again that were dropped meanwhile.
 
-        The process that dropped the namespace may have looked for its rows before they came.
+        The dropping process may have searched the servers before they arrived.
         """
         sent: list[tuple[Batch, Keys]] = []
         is_kept = False
@@ -244,7 +244,7 @@ class RedisTier(Tier):
     def _send_piece(
         self, piece: list[tuple[Batch, Keys, Rows]], look: Callable[[], None], sent: list[tuple[Batch, Keys]]
     ) -> bool:
-        """Send rows unless they were dropped, and note them; returns whether any was kept."""
+        """Send rows that were not dropped, adding them to `sent`; returns whether any was kept."""
         commands, words = list[Command](), [_NO_WORDS]
         look()
         for batch, keys, rows in piece:
@@ -266,7 +266,7 @@ class RedisTier(Tier):
 
 
 def _number(info: bytes, name: bytes) -> int:
-    """A number that INFO states; 0 if it does not."""
+    """A number in the reply to INFO; 0 if it is missing."""
     for line in info.splitlines():
         if line.startswith(name + b":"):
             return int(line[len(name) + 1 :])

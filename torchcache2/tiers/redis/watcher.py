@@ -1,11 +1,11 @@
-"""A small process that starts the Redis server of a job, and ends it with the job.
+"""A small process that starts a job's Redis server, and ends it with the job.
 
-It runs as ``python -I -S watcher.py``, and imports little, so that it starts fast. It gets its task as JSON
-through standard input, and answers through standard output.
+It runs as ``python -I -S watcher.py``, and imports little to start fast. It reads its task as JSON from
+standard input, and answers on standard output.
 
-Each process of the job holds a shared lock on a file, which forked children inherit, and which the system
-releases when they end in whatever way. This process waits for an exclusive one: when it has it, or the server
-has ended, it deletes the files of the server, and ends. If it is killed, the system kills the server (Linux).
+Each process of the job holds a shared lock on a file; forked children inherit it, and the system releases it
+however they end. The watcher waits for an exclusive lock: once it has that, or the server has ended, it
+deletes the server's files, and ends. If the watcher is killed, the system kills the server (Linux).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ except ImportError:  # not a POSIX system
     fcntl = None  # type: ignore[assignment]
 
 
-# Names of files in the folder of a server: what says where it is, what its job holds, and its socket.
+# Files in a server's folder: its address, the file that its job locks, and its socket.
 FILE, HELD, SOCKET = "server", "held", "socket"
 _READY, _TAKEN = b"eady to accept connections", b"in use"  # what servers print
 _PATIENCE = 5.0  # seconds until a program is ready
-_PORTS = 10  # that are tried; each may be taken by another process before the server has it
-_LAST = 2000  # bytes of what the server has printed
+_PORTS = 10  # tried ports; another process may take one before the server does
+_LAST = 2000  # last bytes of the server's output to keep
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 _DAILY = 12 * 3600.0  # seconds
 
@@ -47,7 +47,7 @@ class Process:
             _become(program, given, printing, watcher)
         os.close(given)
         os.close(printing)
-        with contextlib.suppress(BrokenPipeError):  # then it has ended, and what it printed says why
+        with contextlib.suppress(BrokenPipeError):  # it has ended, and printed why
             os.write(giving, configuration.encode())
         os.close(giving)
 
@@ -95,7 +95,7 @@ def _become(program: str, given: int, printing: int, watcher: int) -> None:
 
 
 def start(programs: Sequence[str], configuration: str, host: str | None) -> tuple[Process | None, object]:
-    """The first program that runs, and its port, 0 without a host; else what each one has printed."""
+    """The first program that starts, and its port (0: none); else None, and what each program printed."""
     errors = []
     for program in programs:
         for _ in range(_PORTS if host else 1):
@@ -111,7 +111,7 @@ def start(programs: Sequence[str], configuration: str, host: str | None) -> tupl
 
 
 def _free_port(host: str) -> int:
-    import socket  # slow, and only several nodes need it
+    import socket  # slow import, needed for several nodes only
 
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
@@ -119,16 +119,16 @@ def _free_port(host: str) -> int:
 
 
 def remove(folder: str) -> None:
-    """Delete what belongs to a server, under the lock of its file; the file goes last."""
+    """Delete a server's files, under the lock of `FILE`, which goes last."""
     for name in (SOCKET, HELD, FILE):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(os.path.join(folder, name))
-    with contextlib.suppress(OSError):  # somebody has put something else there
+    with contextlib.suppress(OSError):  # it has other content
         os.rmdir(folder)
 
 
 def watch(folder: str, file: int, held: int, process: Process) -> None:
-    """Return when the server has ended, and its files are gone; it ends with the last process of its job."""
+    """End the server with the last process of its job, and delete its files; returns then."""
 
     def wait_for_job() -> None:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -137,7 +137,7 @@ def watch(folder: str, file: int, held: int, process: Process) -> None:
 
     threading.Thread(target=wait_for_job, daemon=True).start()
     while (is_alive := process.read(_DAILY)) is not False:
-        if is_alive is None:  # services that delete old temporary files see that these are in use
+        if is_alive is None:  # keeps services that clean up temporary files from deleting these
             for name in (FILE, HELD, SOCKET):
                 with contextlib.suppress(OSError):
                     os.utime(os.path.join(folder, name))
@@ -151,9 +151,9 @@ def watch(folder: str, file: int, held: int, process: Process) -> None:
 
 def _main() -> None:
     if os.fork():
-        os._exit(0)  # so that the process that has started this one has no child to wait for
+        os._exit(0)  # daemonise, so that the starting process has no zombie
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # what ends it is the end of the job
+        signal.signal(number, signal.SIG_IGN)  # only the end of the job ends it
     os.chdir("/")
     request = json.load(sys.stdin)
     folder = request["folder"]
@@ -167,7 +167,7 @@ def _main() -> None:
         answer = {"errors": found}
     else:
         answer = {"port": found, "pid": process.pid, "watcher": os.getpid()}
-    with contextlib.suppress(BrokenPipeError):  # who has asked has ended
+    with contextlib.suppress(BrokenPipeError):  # the asking process has ended
         os.write(1, json.dumps(answer).encode())
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):

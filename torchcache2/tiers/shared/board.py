@@ -1,16 +1,16 @@
 """`Board`: what the processes of a job tell each other, in a small region that all of them map.
 
-Every table is of 64-bit numbers, and a row of it counts only when one number says so, which is written
-last, and taken back first: whatever a killed process leaves unfinished does not count. Rows are written under
-the job's lock. Four things need no lock: to drop a file, to give a ticket back, and to strike oneself out, as
-nobody else writes there, and to write a word of the head, where the last one wins.
+Tables consist of 64-bit numbers. One number makes a row valid; it is written last and cleared first, so what
+a killed process leaves unfinished is invalid. Rows are written under the job's lock, with four exceptions:
+dropping a file, giving a ticket back and a process removing itself are single writes, and for a word of the
+head the last writer wins.
 
 ==================  =====================================================================================
 head                magic, the job's name, and the words `LOCK` … `WARNED`, and those of `Budget`
 members             the processes: pid, start time
 files               one for each namespace: state, inode, bytes, rows, flags, the namespace, ranks
-holders             who has which file open: file + 1, member, descriptor
-tickets             what claims are held under; see `Tickets`
+holders             which process has which file open: file + 1, member, descriptor
+tickets             the numbers under which claims are held; see `Tickets`
 ==================  =====================================================================================
 """
 
@@ -41,7 +41,7 @@ _MEMBERS, _FILES, _HOLDERS = 512, 512, 2048  # rows
 _SHAPES = [(_MEMBERS, 2), (_FILES, 8), (_HOLDERS, 3), (Tickets.MOST, Tickets.COLUMNS)]
 _SIZE = PAGE + sum(pages(8 * rows * columns) for rows, columns in _SHAPES)
 
-# The places of numbers at the head of the board; `Budget` has other places there.
+# Words of the head; `Budget` uses others.
 _NAME, _LOCK, _LONGEST, _CHANGES, _PROGRESS, _WARNED = 1, 3, 5, 8, 9, 10
 _PID, _START = range(2)
 _FILE, _MEMBER, _DESCRIPTOR = range(3)
@@ -53,15 +53,15 @@ class Board(Budget):
     Parameters
     ----------
     region : Region or None
-        Where they are; None: nowhere yet.
+        Where they are; None: make them.
     name : bytes
         The job's, 16 bytes.
     lock : int
-        Inode of the file that is locked. Who has locked another one must not write here.
+        Inode of the lock file. A process that has locked another file must not write here.
     budget : int
-        Of all its processes together, in bytes; that of the first one counts.
+        Bytes for all processes together; the first process decides.
     rank : int
-        The bit that stands for the rank that this process is.
+        The bit that stands for this process's rank.
     """
 
     def __init__(self, region: Region | None, name: bytes, lock: int, budget: int, rank: int) -> None:
@@ -75,8 +75,7 @@ class Board(Budget):
             offset += pages(8 * rows * columns)
         self._members, files, self._holders, tickets = tables
         super().__init__(head, files, _SIZE)
-        # With a method of the board, it and `tickets` would refer to each other, and only the garbage
-        # collector could free them.
+        # Not a method: the board and `tickets` would form a reference cycle.
         self._is_alive = functools.partial(_is_alive, self._members)
         self.tickets = Tickets(tickets, self._head[_LONGEST : _LONGEST + 1], self._is_alive)
         if is_new:
@@ -94,17 +93,17 @@ class Board(Budget):
         return head[0] == _MAGIC and head[_NAME:_LOCK].tobytes() == name and head[_LOCK] == lock
 
     def read_progress(self) -> int:
-        """A number that grows while the holder of the lock does something that takes long."""
+        """A number that grows while the holder of the lock does long work."""
         return int(self._head[_PROGRESS])
 
     def go_on(self) -> None:
-        """Tell those who try to get the lock that its holder has not stopped."""
+        """Tell processes that wait for the lock that its holder is still working."""
         self._head[_PROGRESS] += 1
 
     # Members
 
     def enter(self, pid: int, start: int) -> int:
-        """List a process that takes part; its number. `OSError` if there are too many."""
+        """List a process as a member; returns its number. `OSError` if there are too many."""
         self.remove_dead()
         free = np.flatnonzero(self._members[:, _PID] == 0)
         if len(free) == 0:
@@ -132,7 +131,7 @@ class Board(Budget):
         return files
 
     def remove_dead(self) -> None:
-        """Strike out the processes that have ended without leaving."""
+        """Remove the processes that have ended without leaving."""
         for member in np.flatnonzero(self._members[:, _PID]).tolist():
             if not self._is_alive(member):
                 self.leave(member)
@@ -160,7 +159,7 @@ class Board(Budget):
     def add_file(
         self, namespace: bytes, region: Region, member: int, size: int, are_replicas: bool = False
     ) -> int | None:
-        """List a new file, which takes up `size` bytes; its number, or None if there are too many."""
+        """List a new file of `size` bytes; returns its number, or None if there are too many."""
         free = np.flatnonzero(self._files[:, STATE] == 0)
         if len(free) == 0:
             return None
@@ -174,7 +173,7 @@ class Board(Budget):
         return file
 
     def hold(self, file: int, region: Region, member: int) -> bool:
-        """Note that a process has a file open; False if there is no row left to note it."""
+        """Record that a process has a file open; False if the table of holders is full."""
         free = np.flatnonzero(self._holders[:, _FILE] == 0)
         if len(free) == 0:
             return False
@@ -199,7 +198,7 @@ class Board(Budget):
         return before == 0
 
     def open(self, file: int) -> Region | None:
-        """Open a file through a process that has it open; None if none of them is there any more."""
+        """Open a file through a living process that has it open; None if there is none."""
         inode = int(self._files[file, INODE])
         for _, member, descriptor in self._holders[self._holders[:, _FILE] == file + 1].tolist():
             region = Region.open(int(self._members[member, _PID]), descriptor, inode)
@@ -208,15 +207,15 @@ class Board(Budget):
         return None
 
     def let_go(self, file: int, member: int) -> None:
-        """Note that a process has a file open no more; the file goes with the last one."""
+        """Record that a process has closed a file; the last one to do so frees it."""
         mine = (self._holders[:, _FILE] == file + 1) & (self._holders[:, _MEMBER] == member)
         self._holders[mine, _FILE] = 0
         self._free_if_unheld(file)
 
     def drop(self, namespace: bytes) -> None:
-        """Let nobody find the namespace's rows; the memory is freed once all processes have closed it.
+        """Hide a namespace's rows from all processes; its memory is freed once all have closed it.
 
-        This needs no lock: wrong rows must be dropped even where the lock cannot be had.
+        This needs no lock: dropping rows must work even if the lock is stuck.
         """
         file = self.file_of(namespace)
         if file is not None:

@@ -1,8 +1,8 @@
-"""`Budget`: how many bytes and rows the files of a job have, and how many bytes are left.
+"""`Budget`: the bytes and rows in the files of a job, and the bytes left.
 
-Replicas, which other ranks own, have files of their own. When there is no room for other rows, all these
-files are dropped at once. Later ones leave a quarter of that room to other rows. So how often they go is
-bounded, as each time they take a quarter less. A memory that is full without them has none.
+Replicas (copies of rows that other ranks own) have files of their own. When other rows need room, all these
+files are dropped at once, and later replicas leave a quarter of that room free. As they take a quarter less
+each time, this happens a bounded number of times. A memory that other rows fill has no replicas.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ STATE, INODE, BYTES, ROWS, FLAGS, NAMESPACE, _, RANKS = range(8)  # of a file
 LIVE, DEAD = 1, 2  # states
 UNCLAIMED, REPLICAS = 1, 2  # flags
 
-_SMALL, _SUFFICIENT = 30_000, 200_000  # bytes: from the first on, a budget has as much room as the second
-_LEFT_FREE = 4  # replicas leave free one in so many of the bytes that they took when they last had to go
+_SMALL, _SUFFICIENT = 30_000, 200_000  # bytes: a budget from the first on has the room of the second
+_LEFT_FREE = 4  # dropped replicas reserve 1/4 of their bytes for other rows
 
 
 class Budget:
-    """The numbers of a `Board` that are about its files.
+    """The part of a `Board` that counts bytes and rows of its files.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ class Budget:
 
     @property
     def uncounted(self) -> int:
-        """Bytes that a small budget does not count, as there would be no room beside this board."""
+        """Bytes that a small budget does not count: the board alone would fill it."""
         budget = self.budget
         return max(0, _SUFFICIENT - budget) if budget >= _SMALL else 0
 
@@ -72,19 +72,19 @@ class Budget:
         return -1 if self.is_full else self.free - int(self._head[RESERVE])
 
     def charge(self, file: int, size: int) -> bool:
-        """Count more bytes, or less, as a file's; False if there are not so many."""
+        """Add bytes, or subtract them, for a file; False if so many are not free."""
         if size > 0 and size > self.free_for(self.are_replicas(file)):
             return False
         self._files[file, BYTES] += size
         return True
 
     def count_rows(self, file: int, count: int) -> None:
-        """A file has more rows, or less."""
+        """Add rows, or subtract them, for a file."""
         self._files[file, ROWS] += count
 
     @property
     def is_full(self) -> bool:
-        """Whether something has not found room, and none was made since."""
+        """Whether rows found no room, and none was made since."""
         return bool(self._head[FULL])
 
     @property
@@ -97,15 +97,15 @@ class Budget:
         self._head[PRESSURE] += 1
 
     def fill(self) -> None:
-        """Note that something has not found room."""
+        """Record that rows found no room."""
         self._head[FULL] = 1
 
     def is_unclaimed(self, file: int) -> bool:
-        """Whether a file's keys should not be claimed: some rows cannot be kept, nor waited for."""
+        """Whether a file's keys must not be claimed, because some of its rows cannot be kept."""
         return bool(self._files[file, FLAGS] & UNCLAIMED)
 
     def leave_unclaimed(self, file: int) -> None:
-        """Note that some rows of a file cannot be kept."""
+        """Record that some rows of a file cannot be kept."""
         self._files[file, FLAGS] |= UNCLAIMED
 
     def are_replicas(self, file: int) -> bool:
@@ -122,5 +122,5 @@ class Budget:
         return files
 
     def count_bytes(self, file: int, size: int) -> None:
-        """A dropped file has only so many bytes left; under the lock."""
+        """Record how many bytes a dropped file still has; under the lock."""
         self._files[file, BYTES] = size

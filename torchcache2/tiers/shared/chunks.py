@@ -5,9 +5,9 @@ from the beginning of the region: so the region is one array of rows for each wi
 rows from all chunks. The first chunk of a schema has room for just the rows that were put, a later one for a
 quarter of those before, up to 64 MB: a row of a rare shape is a chunk of one.
 
-A location is the number of a chunk and of a row in it. Rows are given out under the lock, and never twice.
-The description of a chunk or a schema is written before anybody knows its number. A process that gets rows
-reserves their memory, without the lock, before it writes.
+A location is a chunk's number and a row's number in it. Rows are given out under the lock, and never twice.
+The description of a chunk or schema is written before its number becomes visible. A process reserves the
+memory of its rows, without the lock, before it writes.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from torchcache2.tiers.shared.region import PAGE, pages
 from torchcache2.tiers.shared.space import Space
 
 _CHUNKS, _SCHEMAS, _TEXT_END, _DATA_END = 2, 3, 4, 5  # words of the head
-_TEXT, _LENGTH, _CURRENT, _TOTAL = range(4)  # of a schema: current is chunk << 32 | rows that were given out
+_TEXT, _LENGTH, _CURRENT, _TOTAL = range(4)  # of a schema: current is chunk << 32 | rows given out
 _ROW = (1 << 32) - 1
-_SLAB = 64 << 20  # bytes that a chunk has at most, if it has more rows than are needed now
+_SLAB = 64 << 20  # most bytes of a chunk, unless more are needed now
 _Numbers = TypeVar("_Numbers", int, Positions)
 _Spans = tuple[Schema, list[tuple[int, int]]]
 _MOST_SPANS = 4096  # chunks
-_POPULATED = 256 << 10  # bytes; pages of smaller chunks come when they are read
+_POPULATED = 256 << 10  # bytes; smaller chunks are not populated
 
 
 class Chunks:
@@ -59,7 +59,7 @@ class Chunks:
     # Schemas
 
     def number_of(self, schema: Schema) -> int | None:
-        """The number of a schema, after which others know it too; None if there is no room for it.
+        """The number of a schema, shared with all processes; None if there is no room for it.
 
         Not under the lock. `UnserialisableError` if other processes could not read it.
         """
@@ -75,7 +75,7 @@ class Chunks:
                     self._learn()
                     is_taught = name in self._numbers or self._teach(text)
                     self._learn()
-        if self._numbers.setdefault(name, 0) == 0:  # what was read from the text is another schema, or none
+        if self._numbers.setdefault(name, 0) == 0:  # its text does not read back as this schema
             raise UnserialisableError("the schema of the output cannot be written as text")
         return self._numbers[name]
 
@@ -190,12 +190,12 @@ class Chunks:
         return end, size
 
     def write(self, schema: Schema, locations: Positions, rows: Rows) -> bool:
-        """Copy rows to where `take` has given room, one after the other; False if there is no memory."""
+        """Copy rows to consecutive locations from `take`; False if there is no memory."""
         places = self._places(schema, locations[:1])
         for leaf, place, values in zip(schema.leaves, places, rows.columns, strict=True):
             width, first = leaf.row_bytes, int(place[0])
             if width:
-                # The chunk is counted, and its memory comes with its rows: none lies about unused.
+                # Reserve memory only for rows that are written.
                 start, size = first * width, len(rows) * width
                 if not self._space.reserve(start, size):
                     return False
@@ -221,7 +221,7 @@ class Chunks:
         return Rows(schema, columns, len(locations))
 
     def one(self, schema: Schema, location: int) -> Rows:
-        """A copy of a row of `schema_of`, in few steps, as samples are often asked for one by one."""
+        """A copy of one row, in few steps, as samples are often read one by one."""
         chunk, columns = location >> 32, []
         end, kind = self._offsets.item(chunk), self._kinds.item(chunk)
         for leaf, place in zip(schema.leaves, _places(schema, end, kind & _ROW), strict=True):
@@ -258,7 +258,7 @@ class Chunks:
         return found
 
     def populate(self, locations: Positions) -> None:
-        """Map the pages of rows that are read for the first time, and of those that came with them."""
+        """Map the pages of the chunks of these rows, as far as rows were given out since the last time."""
         for chunk in set((locations >> 32).tolist()):
             spans = self._spans_of(chunk)
             if spans is None:
@@ -281,7 +281,7 @@ class Chunks:
         return self._offsets.take(chunks), self._kinds.take(chunks)
 
     def _places(self, schema: Schema, locations: Positions) -> Iterator[Positions]:
-        """Which rows of the region these are, for each column."""
+        """The row numbers of these locations in the region, for each column."""
         ends, kinds = self._of_chunks(locations)
         for first in _places(schema, ends, kinds & _ROW):
             yield first + (locations & _ROW)
@@ -297,7 +297,7 @@ class Chunks:
 
 
 def _places(schema: Schema, ends: _Numbers, capacities: _Numbers) -> Iterator[_Numbers]:
-    """The first row of chunks, for each column, counted in rows of the region."""
+    """The first row of each chunk, for each column, counted in rows of the region."""
     first, width = ends, 0
     for leaf in schema.leaves:
         if leaf.row_bytes:

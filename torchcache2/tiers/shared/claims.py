@@ -1,7 +1,7 @@
 """`SharedClaim`: claims in memory that processes share.
 
-A claim stands where the location of a row will be, under a ticket of the board. It ends when the row is
-published, or when the ticket is returned, whatever was claimed with it: that is one write.
+A claim is a ticket's number in the place where the row's location will be. It ends when the row is published,
+or when the call returns its ticket: one write ends all claims under that ticket.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torchcache2.tiers.claims import Tally, TierClaim
 from torchcache2.tiers.shared.table import SharedTable
 from torchcache2.tiers.shared.tickets import Ticket
 
-_BETWEEN_LOOKS = 0.05  # seconds, at the processes that are waited for
+_BETWEEN_LOOKS = 0.05  # seconds between checks of the claiming processes
 
 
 class Claims:
@@ -29,26 +29,26 @@ class Claims:
     member : int
         The number of the process on the board.
     guarded : callable
-        Calls a function, one thread at a time; None if the memory cannot be used any more.
+        Calls a function, one thread at a time; returns None if the memory is no longer usable.
     """
 
     def __init__(self, member: int, guarded: Callable[[Callable[[], Positions]], Positions | None]) -> None:
         self.member, self.guarded = member, guarded
         self.tally = Tally()
-        self.thread: Callable[[], int] = threading.get_native_id  # in no two processes the same
+        self.thread: Callable[[], int] = threading.get_native_id  # unique over all processes
 
 
 class SharedClaim(TierClaim):
-    """A claim in a table that processes share; made by one thread of them at a time."""
+    """A claim in a table that processes share."""
 
     pauses = 50e-6, 2e-3
-    _ticket: Ticket | None = None  # `__del__` needs it even if an interrupt came before `__init__`
+    _ticket: Ticket | None = None  # `__del__` needs it even if `__init__` was interrupted
 
     def __init__(self, keys: Keys, table: SharedTable, claims: Claims) -> None:
         self.tally = claims.tally
         self._words, self._table, self._claims = keys.words, table, claims
         self._ordinals = np.full(len(keys), -1)
-        self._passed: frozenset[int] = frozenset()  # claims that are held, but will come to nothing
+        self._passed: frozenset[int] = frozenset()  # held claims of dead or stuck processes
         self._next_look = 0.0
 
     def take(self, positions: Positions) -> Positions:  # noqa: D102
@@ -61,7 +61,7 @@ class SharedClaim(TierClaim):
         is_row, now = locations > 0, time.monotonic()
         is_held = tickets.held(locations)
         if now > self._next_look and not is_row.all():
-            if self._next_look:  # claims that have just been made are not looked into
+            if self._next_look:  # skip fresh claims
                 self._passed |= set(tickets.hopeless(locations[is_held]))
             self._next_look = now + _BETWEEN_LOOKS
         if self._passed:
@@ -78,7 +78,7 @@ class SharedClaim(TierClaim):
     __del__ = release
 
     def _take(self, positions: Positions) -> Positions:
-        """Claim what can be; the positions that are this call's now, some perhaps without a claim."""
+        """Claim what is open; returns the positions that this call computes, some perhaps without a claim."""
         table = self._table
         words = self._words[positions]
         ticket, ordinals, locations = table.claim(words, self._take_ticket, self._passed)

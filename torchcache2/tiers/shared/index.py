@@ -1,13 +1,13 @@
 """`SharedIndex`: keys and where their rows are, in memory that several processes map.
 
-Each key has an ordinal, and each ordinal a location: 0 for nothing, a negative number for a claim, and a
-positive one for a row. Ordinals are only ever added, and never get another key. A key's slot is written after
-the key, and under the lock. So a reader without the lock finds the ordinal of a key, or none; of a key that
-is just being added it may see either. A killed writer leaves an ordinal that no slot names, which is lost.
+Each key has an ordinal, and each ordinal a location: 0 for nothing, negative for a claim, positive for a row.
+Ordinals are only added, and never change their key. A writer, under the lock, writes the key first and its
+slot last. So a reader without the lock finds a key's ordinal or, while the key is being added, maybe nothing.
+A killed writer leaves an ordinal that no slot names: it stays unused.
 
-A table that is too small is replaced: the new one is filled under the lock, and then one number of the head
-says that it is the table. Readers keep using the old one. When it is given back it reads as zeros, which are
-free slots: they find nothing in it, and what is not found is asked for again under the lock.
+A table that is too small is replaced: a process fills the new one under the lock, and then one number of the
+head points to it. Readers may still use the old one. Once freed, it reads as zeros, which are free slots:
+they find nothing there, and look in the new table.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torchcache2.tiers.index import KeyTable
 from torchcache2.tiers.shared.region import PAGE, pages
 from torchcache2.tiers.shared.space import Space
 
-_TABLE, _TAKEN = 0, 1  # words of the head: slots of the table, and ordinals that were given out
-_RANGES = {"keys": 16, "locations": 8, "sums": 8}  # bytes of an ordinal in each
+_TABLE, _TAKEN = 0, 1  # words of the head: slots of the table, and ordinals in use
+_RANGES = {"keys": 16, "locations": 8, "sums": 8}  # bytes per ordinal
 _PART = 1 << 20  # slots that are placed at once
 _LEAST = PAGE // 8  # ordinals and slots at first; both fill whole pages
 
@@ -49,7 +49,7 @@ class SharedIndex:
 
     @staticmethod
     def make(space: Space) -> None:
-        """Begin a new index; the bytes are counted already."""
+        """Begin a new index; the caller has counted its bytes."""
         for name, width in _RANGES.items():
             space.region.reserve(space.start(name), width * _LEAST)
             space.set_length(name, width * _LEAST)
@@ -57,13 +57,13 @@ class SharedIndex:
         space.head[_TABLE] = _LEAST
 
     def refresh(self) -> None:
-        """See what other processes have made since."""
+        """See changes of other processes."""
         seen = int(self._head.item(_TABLE)), self._space.length("sums")
         if seen == self._seen:
             return
         count = seen[0]
         slots = self._space.region.array("<i8", self._space.start("slots") + 8 * count, count)
-        ordinals = seen[1] // 8  # of the three ranges, this one grows last
+        ordinals = seen[1] // 8  # the range that grows last
         keys: Words = self._space.array("keys", "<u8")[: 2 * ordinals].reshape(-1, 2)
         self.locations: Positions = self._space.array("locations", "<i8")[:ordinals]
         self.sums: Array = self._space.array("sums", "<u8")[:ordinals]
@@ -78,13 +78,13 @@ class SharedIndex:
         self.refresh()
         ordinals = self._table.find(words)
         if ordinals.min(initial=0) < 0 and self._head[_TABLE] != self._seen[0]:
-            return self.find(words)  # another process has made a larger table meanwhile, and emptied this one
+            return self.find(words)  # another process has just replaced this table
         locations = self.locations.take(ordinals, mode="clip")
         locations[ordinals < 0] = 0
         return ordinals, locations
 
     def find_one(self, low: int, high: int) -> tuple[int, int]:
-        """As `find`, of one key; one that is not found may be in a larger table."""
+        """Like `find`, for one key; may miss a key if another process has just replaced the table."""
         self.refresh()
         ordinal = self._table.find_one(low, high)
         return ordinal, self.locations.item(ordinal) if ordinal >= 0 else 0
@@ -102,12 +102,12 @@ class SharedIndex:
         if needed > slots * 9 // 16:
             while needed > slots * 9 // 16:
                 slots *= 2
-            # A table of n slots begins n slots after the range does, so that tables of all sizes have room.
+            # A table of n slots begins at slot n of the range, so that tables of all sizes have room.
             return self._space.may_be("slots", 16 * slots) and self._replace(slots)
         return True
 
     def enter(self, words: Words, location: int = 0) -> tuple[Ordinals, Positions]:
-        """Find keys, which are distinct, and add those that are not there; under the lock.
+        """Find distinct keys, and add the missing ones; under the lock.
 
         Returns
         -------
@@ -123,7 +123,7 @@ class SharedIndex:
         absent = absent[: max(0, room)]
         if len(absent):
             added = np.arange(first, first + len(absent))
-            self._head[_TAKEN] = first + len(absent)  # first of all, so that nobody gets these again
+            self._head[_TAKEN] = first + len(absent)  # first, so that these are never given out again
             self._table.keys[added] = words[absent]
             self.locations[added] = location
             self._table.place(added)
@@ -131,7 +131,7 @@ class SharedIndex:
         return ordinals, locations
 
     def _replace(self, slots: int) -> bool:
-        """Have a table of so many slots."""
+        """Replace the table by one of `slots` slots."""
         space, size = self._space, 8 * slots
         with space.lock():
             if not space.board.charge(space.file, size):
@@ -142,12 +142,12 @@ class SharedIndex:
             self.refresh()
             old = self._table.slots
             if not reserved or slots <= len(old):
-                if reserved and slots < len(old):  # others have made this table since, and a larger one
+                if reserved and slots < len(old):  # others have made an even larger table
                     space.region.discard(start, size)
                 space.board.charge(space.file, -size)
                 return reserved
             new = KeyTable(space.region.array("<i8", start, slots), self._table.keys)
-            new.slots.fill(0)  # a killed process may have begun the same
+            new.slots.fill(0)  # a killed process may have left data there
             for part in np.split(old, range(_PART, len(old), _PART)):
                 new.place(part[part > 0] & 0xFFFFFFFF)
                 space.board.go_on()

@@ -1,9 +1,9 @@
-"""`Job`: which processes share, and where they find each other.
+"""`Job`: the processes that share memory, and how they find each other.
 
-A job has a small file in a folder that only its user can enter. The file is what the processes lock, and it
-lists those that have the job's `Board` open: pid, start time, descriptor, inode. A process that joins opens
-the board of any living one; if there is none, the file is outdated, and it makes a new board. The dead are
-left out when the file is next written. A process that joins also deletes the files of dead jobs.
+A job has a small file in a folder that only its user can enter. The processes lock this file, and it lists
+those that have the job's `Board` open: pid, start time, descriptor, inode. A joining process opens the board
+through any living one; if none lives, it makes a new board. The next write removes dead processes from the
+list. A joining process also deletes the files of dead jobs.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from torchcache2.tiers.shared.region import Region, SharingError, is_alive, star
 _FOLDER = "torchcache2_ranks_{}"  # in the folder for temporary files
 _MOST_LOOKED_AT = 100  # files of other jobs
 _AT_EXIT = 1.0  # seconds to wait for the lock when the process ends
-_RANKS = 63  # that are told apart, as bits of a number
+_RANKS = 63  # that can be distinguished, as bits of a number
 
 
 class Job:
-    """The part of this process in a job, from when it is made until `leave`.
+    """The membership of this process in a job, until `leave`.
 
     Raises
     ------
@@ -41,13 +41,13 @@ class Job:
     board : Board
         What the processes of the job tell each other.
     lock : NodeLock
-        Under which they write to what they share.
+        Protects writes to the shared memory.
     pid : int
-        The process that has joined: another one, forked from it, has to `rejoin`.
+        The process that has joined; a child forked from it must `rejoin`.
     slot : int
         The number of this process among the members on the board.
     launch : bytes
-        What the ranks have in common that were started together: the runs of a sweep may be of one job.
+        Identifies the ranks that were started together: one job may span several runs of a sweep.
     rank : int
         The number of this process among these.
     """
@@ -69,13 +69,13 @@ class Job:
             raise SharingError(f"the ranks cannot meet in {self._folder}: {error}") from None
 
     def rejoin(self) -> None:
-        """Take part under the name of this process, which was forked from one that did."""
+        """Join as a process of its own, after a fork."""
         self.pid, self.start = os.getpid(), start_time(os.getpid())
         with self.lock():
             self._enter()
 
     def leave(self) -> None:
-        """Take part no more; the last one deletes the file."""
+        """Leave the job; the last process deletes the file."""
         if os.getpid() != self.pid:
             return
         try:
@@ -87,7 +87,7 @@ class Job:
                     self._write(others)
                 else:
                     os.unlink(self._path)
-        except LockTimeoutError:  # others free what it had, and what the file says of it is found to be old
+        except LockTimeoutError:  # others free what it had, and ignore its line in the file
             self.board.strike_out(self.slot)
 
     def _join(self) -> None:
@@ -111,7 +111,7 @@ class Job:
 
     def _enter(self) -> None:
         region = self.board.region
-        # Where this file cannot be opened as others will, /proc shows other processes, or hides them.
+        # If we cannot open our own file through /proc, other processes cannot either.
         if self.start == 0 or Region.open(self.pid, region.descriptor, region.inode) is None:
             raise SharingError("/proc does not show the files of this user's processes")
         self.slot = self.board.enter(self.pid, self.start)
@@ -131,8 +131,8 @@ class Job:
         return lines[[is_alive(pid, start) for pid, start, *_ in lines.tolist()]]
 
     def _write(self, lines: Array) -> None:
-        # One call, and less than a page: a process that is killed has written all of it, or nothing.
-        # What is wrong in it is found out by who opens what it names.
+        # One call, less than a page: a killed process has written all of it or nothing. Readers verify what
+        # they open through it.
         with open(self._path, "r+b", buffering=0) as file:
             file.write(np.ascontiguousarray(lines).tobytes())
             file.truncate(32 * len(lines))
@@ -147,7 +147,7 @@ class Job:
 
 
 def leave_soon(job: Job) -> None:
-    """Take part no more, also when the process ends."""
+    """Leave the job, also at the end of the process, without waiting long for the lock."""
     job.lock.patience = min(job.lock.patience, _AT_EXIT)
     with contextlib.suppress(OSError):
         job.leave()

@@ -1,8 +1,8 @@
 """`NodeLock`: one process of a job at a time.
 
-It is `flock` on a file, which the system releases when a process is killed. A process that waits for it gives
-up in the end, because the holder may have been stopped. A forked child inherits the open file, and with it
-the lock of its parent, which would outlive a parent that is killed: so the child opens the file anew at once.
+It is a `flock` on a file, which the system releases when a process is killed. Waiting ends after a while,
+because the holder may be stopped. A forked child inherits the open file, and with it the parent's lock, which
+would then outlive a killed parent: so the child opens the file anew at once.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 50e-6, 2e-3  # seconds
 
 
 class LockTimeoutError(Exception):
-    """Another process has held the lock for longer than anybody should, or there are no locks."""
+    """Another process has held the lock for too long, or the system has no locks."""
 
 
 class NodeLock:
-    """``with lock(): …``; `LockTimeoutError` if it cannot be had. One thread of a process at a time.
+    """``with lock(): …``; `LockTimeoutError` after a long wait. One thread of a process at a time.
 
     Parameters
     ----------
     file : Descriptor
-        What is locked, a file that this process has opened itself.
+        The file to lock, opened by this process itself.
 
     Attributes
     ----------
     patience : float
-        Seconds after which trying ends, if there was no progress.
+        Seconds to wait without progress of the holder.
     progress : callable
-        A number that changes while the holder does something that takes long.
+        Returns a number that the holder increments during long work.
     """
 
     def __init__(self, file: Descriptor) -> None:
@@ -59,10 +59,10 @@ class NodeLock:
             self._acquire()
             yield
         finally:
-            self._fs.unlock(self._file)  # which does nothing if it was not acquired
+            self._fs.unlock(self._file)  # does nothing if not acquired
 
     def _acquire(self) -> None:
-        if os.getpid() != self._pid:  # it was forked in a way that Python does not know of
+        if os.getpid() != self._pid:  # forked without Python's fork hooks
             self._reopen()
         deadline, pause, seen = time.monotonic() + self.patience, _FIRST_PAUSE, self.progress()
         while not self._fs.lock(self._file, exclusive=True):
@@ -75,5 +75,5 @@ class NodeLock:
 
     def _reopen(self) -> None:
         inherited, self._file, self._pid = self._file, Descriptor(_NONE), os.getpid()
-        with contextlib.suppress(OSError):  # then locking fails, and the parent is not disturbed
+        with contextlib.suppress(OSError):  # then locking fails, but the parent's lock stays untouched
             self._file = Descriptor(os.open(f"/proc/self/fd/{inherited.number}", os.O_RDWR | os.O_CLOEXEC))

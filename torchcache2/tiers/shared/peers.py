@@ -1,7 +1,7 @@
-"""`compare`: why a rank finds no rows of another, if only what modules keep differs between the two.
+"""`compare`: explains why two ranks share no rows, if only values in their modules differ.
 
-Each rank does this once for each namespace, and no rank waits. It leaves the description of its namespace,
-and reads those of others: so of two ranks, the later one sees the earlier one's.
+Each rank does this once per namespace, without waiting: it leaves the description of its namespace and reads
+those of others. So of two ranks, the later one sees the earlier one's description.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torchcache2.tiers.shared.job import Job
 from torchcache2.tiers.shared.space import Space
 from torchcache2.tiers.shared.table import SharedTable
 
-_COMPARED_AFTER = 60.0  # seconds that a rank has kept rows: others had time to do so, too
+_COMPARED_AFTER = 60.0  # seconds after a rank's first rows: by then the others have kept some, too
 _MOST_READ = 16  # namespaces of others
 
 
 def compare_later(
     job: Job, table: SharedTable, namespace: bytes, description: Callable[[bytes], Mapping[str, Any]]
 ) -> None:
-    """Have a namespace compared, once, by a call that comes a while after the first one."""
+    """Compare a namespace once, in a call at least a minute after the first one."""
     if table.since is None:
         table.since = time.monotonic()
     if time.monotonic() - table.since > _COMPARED_AFTER:
@@ -38,10 +38,10 @@ def compare_later(
 
 
 def compare(job: Job, table: SharedTable, namespace: bytes, description: Mapping[str, Any]) -> None:
-    """Warn if another rank computes the same as this one, except for values that its module keeps.
+    """Warn if another rank computes the same, except for values in its module.
 
-    That is so if the two ranks have never had a namespace in common, if code and weights are equal, and if
-    both were started together: runs of a sweep differ on purpose. All ranks together warn once.
+    That means: the two ranks never had a namespace in common, their code and weights are equal, and they were
+    started together (runs of a sweep differ on purpose). All ranks together warn once.
     """
     mine = from_document(namespace.hex(), description)
     if mine is None or job.board.ranks_of(table.file) >= ranks_here():
@@ -66,10 +66,10 @@ def compare(job: Job, table: SharedTable, namespace: bytes, description: Mapping
 
 
 def _of_others(job: Job, table: SharedTable) -> Iterator[dict[str, Any]]:
-    """What others have left that never had a namespace in common with the ranks of this one."""
+    """The descriptions left by ranks that never had a namespace in common with the ranks of `table`."""
     with job.lock():
         regions = [job.board.open(file) for file in job.board.strangers(table.file)[:_MOST_READ]]
     for region in filter(None, regions):
         text = zlib.decompressobj()
-        with contextlib.suppress(ValueError, zlib.error):  # nothing was left, or it is being written
+        with contextlib.suppress(ValueError, zlib.error):  # nothing there, or half written
             yield json.loads(text.decompress(Space(region, job.board, -1, job.lock).told()))

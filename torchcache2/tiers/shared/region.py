@@ -1,9 +1,8 @@
 """`Region`: a file in memory that several processes map.
 
-It has no name in any folder: whoever wants to open it goes through ``/proc/<pid>/fd/<n>`` of a living process
-that has it open, which the system allows to the same user only. The system frees it when the last process
-that maps it ends, however that ends. It is sparse: its size is address space; only reserved or written parts
-take memory.
+It has no name in any folder: a process opens it through ``/proc/<pid>/fd/<n>`` of a living process that has
+it open, which the system allows only to the same user. The system frees it when the last process that maps it
+ends, even if killed. It is sparse: its size is address space; only reserved or written parts take memory.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from torch import Tensor
 from torchcache2.core.keys import Array
 
 PAGE = mmap.PAGESIZE
-_POPULATE_READ, _POPULATE_WRITE = 22, 23  # MADV_POPULATE_*, of Linux 5.14, which Python has no names for
+_POPULATE_READ, _POPULATE_WRITE = 22, 23  # MADV_POPULATE_* of Linux 5.14; Python does not define them
 
 
 class SharingError(Exception):
-    """Why this system, or this process, cannot share memory in the way that is needed here."""
+    """The system, or this process, cannot share memory; the message says why."""
 
 
 def pages(size: int) -> int:
@@ -35,8 +34,7 @@ def pages(size: int) -> int:
 def start_time(pid: int) -> int:
     """When a process was started, in the system's ticks; 0 if it has ended.
 
-    A process that has ended and was not waited for, a zombie, has ended. Together with the pid, which
-    the system gives out again, this names a process.
+    A zombie counts as ended. Pid and start time together identify a process, as the system reuses pids.
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
@@ -59,7 +57,7 @@ class Region:
     descriptor : int
         Others open the file through it.
     inode : int
-        Tells it from other files; it is never 0.
+        Identifies the file; never 0.
     size : int
         Bytes of address space.
     """
@@ -68,7 +66,7 @@ class Region:
         weakref.finalize(self, os.close, descriptor)
         status = os.fstat(descriptor)
         self.descriptor, self.inode, self.size = descriptor, status.st_ino, status.st_size
-        # Nobody closes the mapping: it goes with the last array or tensor that lies in it.
+        # Never closed explicitly: the mapping ends with the last array or tensor in it.
         self._map = mmap.mmap(descriptor, self.size)
         self._rows: dict[int, Tensor] = {}
 
@@ -85,10 +83,10 @@ class Region:
 
     @classmethod
     def open(cls, pid: int, descriptor: int, inode: int) -> Region | None:
-        """The file that a process has open under a number; None if it is another one by now, or gone."""
+        """The file behind a process's descriptor; None if the descriptor is closed or reused."""
         path = f"/proc/{pid}/fd/{descriptor}"
         try:
-            if os.stat(path).st_ino != inode:  # opening a strange file may block, or worse
+            if os.stat(path).st_ino != inode:  # opening an unknown file may block, or worse
                 return None
             mine = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         except OSError:
@@ -118,7 +116,7 @@ class Region:
         self._map.madvise(mmap.MADV_REMOVE, offset, size)
 
     def populate(self, start: int, end: int, *, writes: bool = False) -> None:
-        """Map the pages of a range now, which is several times as cheap as one fault for each."""
+        """Map the pages of a range now: several times cheaper than a page fault for each."""
         start = start // PAGE * PAGE
         with contextlib.suppress(OSError):  # an older kernel: reading faults them in
             self._map.madvise(_POPULATE_WRITE if writes else _POPULATE_READ, start, end - start)

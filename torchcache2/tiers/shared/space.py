@@ -1,9 +1,9 @@
-"""`Space`: the ranges of one namespace's region, and the memory that they take within the budget.
+"""`Space`: the ranges of one namespace's region, whose memory counts against the budget.
 
-The region is as much address space as could ever be needed: each range has its place for good, and memory
-comes to it as it grows. The first page holds numbers, the head. A range that grows is counted first, under
-the lock, then reserved, without it, since that may take long, and only then the head says that it is there.
-A process that is killed in between leaves bytes that are counted and not used, and nothing else.
+The region reserves all the address space that could ever be needed, so ranges never move; they get memory as
+they grow. The first page, the head, holds numbers. To grow a range, a process counts its bytes under the
+lock, reserves them without it, since that may take long, and then updates the head. A process killed in
+between leaves only bytes that are counted and not used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torchcache2.core.keys import Array, Bytes
 from torchcache2.tiers.shared.board import Board
 from torchcache2.tiers.shared.region import PAGE, Region, pages
 
-# What a byte of the budget may need in each range: an ordinal takes 40 bytes, a chunk and a schema more.
+# Address space of each range per byte of budget: an ordinal takes 40 bytes, a chunk or schema more.
 _SHARES = {
     "keys": 0.5,
     "locations": 0.25,
@@ -28,11 +28,11 @@ _SHARES = {
     "texts": 1.0,
     "about": 0.0,
 }
-_DATA = 4.0  # rows begin at a multiple of their size, which wastes at most as much again
+_DATA = 4.0  # aligning rows to their size at most doubles the data
 _LEAST = 1 << 20
 _DISCARDED = 256 << 20  # bytes at once
-_WORDS = 512  # of the head; the first ones are for other uses than the sizes of ranges
-_PLACES = {name: _WORDS - 1 - i for i, name in enumerate(_SHARES)}  # words that say how long each is
+_WORDS = 512  # of the head; the last ones are the sizes of ranges
+_PLACES = {name: _WORDS - 1 - i for i, name in enumerate(_SHARES)}  # the word with each range's length
 
 
 class Space:
@@ -43,7 +43,7 @@ class Space:
     bytes : ndarray of uint8
         The whole region.
     head : ndarray of int64
-        The numbers of the first page. The last ones say how much of each range there is, in bytes.
+        The numbers of the first page. The last ones are the lengths of the ranges, in bytes.
     """
 
     def __init__(
@@ -65,15 +65,15 @@ class Space:
         return self._starts[name]
 
     def length(self, name: str) -> int:
-        """Bytes of a range that are there."""
+        """Bytes of a range that have memory."""
         return int(self.head.item(_PLACES[name]))
 
     def set_length(self, name: str, size: int) -> None:
-        """Say that so many bytes of a range are there."""
+        """Set the length of a range in the head."""
         self.head[_PLACES[name]] = size
 
     def array(self, name: str, dtype: str) -> Array:
-        """What is there of a range."""
+        """The part of a range that has memory."""
         return self.region.array(dtype, self._starts[name], self.length(name) // 8)
 
     def grow(self, name: str, size: int) -> bool:
@@ -94,7 +94,7 @@ class Space:
             now = self.length(name)
             if reserved:
                 self.set_length(name, max(now, before + more))
-            # Another process may have made it longer meanwhile, and has counted these bytes, too.
+            # Another process may have grown the range meanwhile, and counted these bytes too.
             twice = max(0, min(now, before + more) - before) if reserved else more
             self.board.charge(self.file, -twice)
         return reserved
@@ -102,8 +102,8 @@ class Space:
     def discard(self, end: int) -> None:
         """Give back the memory of keys and rows, which end at byte `end`, after the file was dropped.
 
-        Under the lock. Whoever reads them then reads zeros, and writes to memory that is counted no more: so
-        what was read while the file was dropped does not count.
+        Under the lock. Another process may still read there (zeros) or write (uncounted memory), so readers
+        check afterwards that the file was not dropped.
         """
         kept = PAGE + sum(map(self.length, ["offsets", "kinds", "schemas", "texts"]))
         for first, last in [(PAGE, self._starts["offsets"]), (self.data, pages(end))]:
@@ -113,13 +113,13 @@ class Space:
         self.board.count_bytes(self.file, kept)
 
     def tell(self, text: bytes) -> None:
-        """Leave a text about the namespace, if there is none yet. It does not count: a full tier takes it."""
+        """Leave a text about the namespace if there is none yet. It does not count against the budget."""
         with self.lock():
             if len(text) <= _LEAST and self.told()[:1] == b"\0":
                 os.pwrite(self.region.descriptor, text, self._starts["about"])
 
     def told(self) -> bytes:
-        """The text that somebody has left, and zeros behind it; reading it takes no memory."""
+        """The text about the namespace, followed by zeros; reading it allocates no memory."""
         return os.pread(self.region.descriptor, _LEAST, self._starts["about"])
 
     def may_be(self, name: str, size: int) -> bool:

@@ -1,21 +1,21 @@
 """`SharedTable`: the rows of one namespace, in memory that the processes of a job map.
 
-**Why readers need no lock.** A row is found in three steps, each of which another process has finished before
-it let anybody see the next one:
+**Why readers need no lock.** A reader finds a row in three steps. The writer finishes each before it makes
+the next one visible:
 
 1. The slot of a key names its ordinal. An ordinal's key is written before its slot, and never changed.
 2. An ordinal's location names a row. A row's bytes are written before its location. Between the two lie
    system calls for the lock, which order them on machines that otherwise may not (x86 keeps the order of
    writes).
-3. A location names a chunk, which was written down before any row of it was given out.
+3. A location names a chunk, whose description is written before any of its rows is given out.
 
-Nothing of this ever changes or moves: ordinals, chunks and rows are given out once, under the lock, and first
-of all, so that what a killed process has begun belongs to nobody. A number of 64 bits is read whole. So a
-reader sees a row, or sees none, which is a miss.
+None of this ever changes or moves: the writer takes ordinals, chunks and rows once, under the lock, before it
+writes to them, so nobody reuses what a killed process has begun. Reads of 64-bit numbers are atomic. So a
+reader sees a whole row, or none, which is a miss.
 
-This argument is checked where it matters: beside each location lies a checksum of the row's bytes and its
-key, written before the location, and a process compares the two when it first reads a row. What differs is
-taken back, and a miss.
+Checksums verify this argument: beside each location lies a checksum of the row's bytes and its key, written
+before the location. A process compares it when it first reads a row; if it differs, the row is removed, and
+is a miss.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SharedTable:
     space : Space
         Its memory.
     since : float or None
-        When this process kept its first rows, of `time.monotonic`; infinite once it was compared with others.
+        When this process kept its first rows (`time.monotonic`); infinite once compared with other ranks.
     """
 
     def __init__(self, region: Region, board: Board, file: int, lock: Lock) -> None:
@@ -80,7 +80,7 @@ class SharedTable:
         space = Space(region, board, -1, lock)
         SharedIndex.make(space)
         Chunks.make(space)
-        # Nobody knows of it before this, so that what is not finished goes with this process.
+        # Only now do others see it: until here it would vanish with this process.
         file = board.add_file(namespace, region, member, size, are_replicas)
         return None if file is None else cls(region, board, file, lock)
 
@@ -111,7 +111,7 @@ class SharedTable:
         parts = []
         for number, these in groups:
             schema = self._chunks.schema(number)
-            if schema is None:  # of classes that this process does not know
+            if schema is None:  # its classes are unknown here
                 continue
             of, at = (ordinals, locations) if len(groups) == 1 else (ordinals[these], locations[these])
             if self._seen().take(of).all():
@@ -128,7 +128,7 @@ class SharedTable:
         return parts
 
     def _one(self, words: Words, ordinals: Ordinals, locations: Positions) -> list[tuple[Positions, Rows]]:
-        """As `get`, of one key that was looked up."""
+        """Like `get`, for one key, already looked up."""
         location = locations.item(0)
         schema = self._chunks.schema_of(location) if location > 0 else None
         if schema is None:
@@ -197,7 +197,7 @@ class SharedTable:
                 return ordinals, locations
 
     def _publish(self, ordinals: Ordinals, places: Positions, sums: Array) -> int:
-        """Have rows found whose bytes are written; those that others were faster with stay theirs."""
+        """Make written rows visible to all, except those that other processes have published first."""
         with self.lock():
             self._index.refresh()
             mine = self._index.locations[ordinals] <= 0
@@ -210,7 +210,7 @@ class SharedTable:
         return len(ordinals)
 
     def _seen(self) -> Flags:
-        """Of each ordinal, whether this process has written its row, or read it and found it as written."""
+        """Whether this process has written or verified the row of each ordinal."""
         if len(self._checked) < len(self._index.sums):
             self._checked = np.pad(self._checked, (0, len(self._index.sums) - len(self._checked)))
         return self._checked
@@ -218,7 +218,7 @@ class SharedTable:
     def _check(
         self, rows: Rows, words: Words, ordinals: Ordinals, locations: Positions, fresh: Positions
     ) -> Positions:
-        """Which rows are as they were written; those that are not are taken back."""
+        """Which rows match their checksums; removes the others from the table."""
         same = _checksums(rows, words, fresh.tolist()) == self._index.sums[ordinals[fresh]]
         self._seen()[ordinals[fresh[same]]] = True
         if same.all():
@@ -238,7 +238,7 @@ class SharedTable:
     def claim(
         self, words: Words, take_ticket: Callable[[int], Ticket | None], passed: frozenset[int]
     ) -> tuple[Ticket | None, Ordinals, Positions]:
-        """Of some distinct keys, claim those without a row that nobody else has claimed.
+        """Claim those of some distinct keys that have neither a row nor another claim.
 
         Parameters
         ----------
@@ -247,12 +247,12 @@ class SharedTable:
         take_ticket : callable
             Gives a ticket for a claim of this file's keys, or None.
         passed : frozenset of int
-            Claims that are held, and do not count any more.
+            Held claims to ignore: those of dead or stuck processes.
 
         Returns
         -------
         ticket : Ticket or None
-            What they are claimed with; None if nothing could be claimed.
+            The ticket of the claim; None if nothing could be claimed.
         ordinals, locations : ndarray of int64
             Of each key; an ordinal is -1 where there was no room for one.
         """
@@ -277,11 +277,11 @@ class SharedTable:
 
     @property
     def locations(self) -> Positions:
-        """Of all ordinals that exist now; later changes show in the array."""
+        """The location of each ordinal that exists now; later changes show in the array."""
         return self._index.locations
 
     def is_readable(self, locations: Positions) -> Array:
-        """Which locations are of rows, and of a schema that this process knows."""
+        """Which locations are rows of a schema that this process knows."""
         is_row: Array = locations > 0
         numbers = self._chunks.schemas_of(locations[is_row])
         unknown = [number for number in set(numbers.tolist()) if self._chunks.schema(number) is None]

@@ -1,8 +1,8 @@
-"""`Tables`: which namespaces of a job this process has open, and when it lets go of them.
+"""`Tables`: the namespaces of a job that this process has open, and when it closes them.
 
-A process lets go of the namespaces that nothing alive in it uses when it has too many open, when it needs
-room, and, at its next call, when another process needs room. A namespace's memory goes when the last process
-has let go of it.
+A process closes the namespaces that nothing alive in it uses when it has too many open, when it needs room,
+and, at its next call, when another process needs room. When the last process closes a namespace, its memory
+is freed.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torchcache2.tiers.base import replicas_of
 from torchcache2.tiers.shared.job import Job
 from torchcache2.tiers.shared.table import SharedTable
 
-_BETWEEN_LOOKS = 1.0  # seconds, when it is full, between looks for room that others have given up
+_BETWEEN_LOOKS = 1.0  # seconds between requests for room while memory is full
 _MOST_OPEN = 64  # each takes two descriptors, of which a process often has 1024
-_MOST_ABSENT = 1000  # namespaces that are remembered to have no file
+_MOST_ABSENT = 1000  # namespaces known to have no file
 
 
 class Tables:
@@ -33,11 +33,11 @@ class Tables:
     open : dict of bytes to SharedTable
         The table of each namespace that is open.
     evictions : int
-        Rows that are gone because this process was the last to let go of them, to make room.
+        Rows lost because this process, to make room, was the last to close them.
     """
 
     open: dict[bytes, SharedTable]
-    _absent: dict[bytes, int]  # namespaces without a file, and what `Board.changes` was then
+    _absent: dict[bytes, int]  # namespaces without a file, and `Board.changes` at that time
 
     def __init__(self, job: Job, in_use: Callable[[], Collection[bytes]] | None) -> None:
         self.evictions = 0
@@ -47,11 +47,11 @@ class Tables:
         self.clear()
 
     def clear(self) -> None:
-        """Close everything, and leave the board as it is."""
+        """Close everything without changing the board."""
         self.open, self._absent = {}, {}
 
     def find(self, namespace: bytes, create: bool = False, are_replicas: bool = False) -> SharedTable | None:
-        """The table of a namespace, which may be made for replicas; None if there is none, or no room."""
+        """The table of a namespace, made if need be with `create`; None if there is none, or no room."""
         table = self.open.get(namespace)
         if table is not None and table.is_live:
             return table
@@ -87,20 +87,20 @@ class Tables:
         return None
 
     def let_go(self, namespace: bytes) -> None:
-        """Have a namespace open no more."""
+        """Close a namespace."""
         table = self.open.pop(namespace, None)
         if table is not None:
             with self._job.lock():
                 self._job.board.let_go(table.file, self._job.slot)
 
     def let_go_if_dropped(self, namespace: bytes) -> None:
-        """Have a namespace open no more, unless it has been created again since it was dropped."""
+        """Close a namespace, unless it was created again after a drop."""
         table = self.open.get(namespace)
         if table is not None and not table.is_live:
             self.let_go(namespace)
 
     def let_unused_go(self, *needed: bytes) -> None:
-        """Have only those namespaces open that are in use, with their replicas, or `needed`."""
+        """Close all namespaces but those in use, their replicas, and those `needed`."""
         if self._in_use is not None:
             used = self._in_use()
             kept = {*needed, *used, *map(replicas_of, used)}
@@ -115,15 +115,15 @@ class Tables:
                     self.evictions += rows
 
     def answer_pressure(self) -> None:
-        """Let unused namespaces go if a process has asked for room since this was called last."""
+        """Close unused namespaces if a process has asked for room since the last call."""
         if self._job.board.pressure != self._pressure:
             self._pressure = self._job.board.pressure
             self.let_unused_go()
 
     def drop_replicas(self) -> bool:
-        """Forget all replicas, for all processes, and give back their memory; whether there is more room now.
+        """Forget all replicas in all processes, and free their memory; returns whether that made room.
 
-        A memory that was full before has none; in another, some process may have dropped them already.
+        A full memory has no replicas; otherwise another process may have dropped them already.
         """
         board = self._job.board
         was_full = board.is_full
@@ -136,7 +136,7 @@ class Tables:
         return bool(files) or not was_full
 
     def make_room(self, namespace: bytes) -> bool:
-        """Let unused namespaces go, and ask the others to do so; whether there is more room now."""
+        """Close unused namespaces, and ask other processes to; returns whether there is more room now."""
         board = self._job.board
         before = board.free
         self.let_unused_go(namespace)

@@ -1,7 +1,7 @@
-"""`Tickets`: numbers under which the processes of a job hold claims, in a table of their `Board`.
+"""`Tickets`: numbers under which processes hold claims, in a table of their job's `Board`.
 
-A row counts while its serial number is not 0: so all that was claimed with a ticket is given up with one
-write. A process that sees the number of an expired ticket knows that nobody computes this.
+A row is valid while its serial number is not 0, so one write gives up all claims of a ticket. A process that
+sees the number of an expired ticket knows that no process computes that key.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SLOT = (1 << _SLOT_BITS) - 1
 
 @dataclasses.dataclass(frozen=True)
 class Ticket:
-    """The number under which a claim is held: a row of the table, and its serial number at this time."""
+    """A claim's ticket: a row of the table, and the row's serial number at the time."""
 
     slot: int
     serial: int
@@ -31,7 +31,7 @@ class Ticket:
 
     @property
     def word(self) -> int:
-        """The word that marks it, in the place of a row's location."""
+        """The negative number that marks a claimed key, in the place of its row's location."""
         return -(self.serial << _SLOT_BITS | self.slot)
 
 
@@ -41,11 +41,11 @@ class Tickets:
     Parameters
     ----------
     table : ndarray of int64, shape (at most `MOST`, `COLUMNS`)
-        Serial number (0: free), the last one, member, thread, file, since when.
+        Serial number (0: free), last serial number, member, thread, file, time of claiming.
     longest : ndarray of int64, shape (1,)
-        For how long any claim was held at most, in ns.
+        The longest time that any claim was held, in ns.
     is_alive : callable
-        Whether the process goes on that is a member of this number.
+        Whether the process of a member number is alive.
     """
 
     MOST, COLUMNS = 1 << _SLOT_BITS, 6
@@ -54,16 +54,16 @@ class Tickets:
         self._table, self._longest, self._is_alive = table, longest, is_alive
 
     def has_one(self, thread: int, file: int) -> bool:
-        """Whether a thread holds a claim of a file's keys, through whichever cache of its process."""
+        """Whether a thread holds a claim on a file's keys, through any cache of its process."""
         table = self._table
-        is_held = table[:, _SERIAL] != 0  # read first: others may write to a free row before the rest is read
+        is_held = table[:, _SERIAL] != 0  # read first: a free row may change before the rest is read
         return bool((is_held & (table[:, _THREAD] == thread) & (table[:, _FILE] == file)).any())
 
     def take(self, member: int, thread: int, file: int, note: Callable[[Ticket], None]) -> Ticket | None:
-        """A ticket for one claim of a thread; under the job's lock. None if there are too many.
+        """Take a ticket for one claim of a thread; call with the job's lock. None if none is free.
 
-        `note` is called with it before it counts: if an interrupt comes then, the caller knows it and can
-        give it back.
+        Passes the ticket to `note` before it is valid, so that after an interrupt the caller can give it
+        back.
         """
         free = np.flatnonzero(self._table[:, _SERIAL] == 0)
         if len(free) == 0:
@@ -83,7 +83,7 @@ class Tickets:
         return ticket
 
     def give_back(self, ticket: Ticket) -> None:
-        """Give up whatever is claimed with a ticket; needs no lock, as one number says all."""
+        """Give up all claims of a ticket; needs no lock, as this is one write."""
         row = self._table[ticket.slot]
         if row[_SERIAL] == ticket.serial and ticket.pid == os.getpid():
             took = time.monotonic_ns() - int(row[_SINCE])
@@ -91,17 +91,17 @@ class Tickets:
             row[_SERIAL] = 0
 
     def give_back_all(self, member: int) -> None:
-        """Give up whatever a process has claimed."""
+        """Give up all claims of a process."""
         self._table[self._table[:, _MEMBER] == member, _SERIAL] = 0
 
     def held(self, words: Positions) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        """Whether the claims that stand where locations will be are held; not if they are 0."""
+        """Whether each word is a claim that is still held; False for 0 and for locations."""
         held: np.ndarray[tuple[int], np.dtype[np.bool_]]
         held = self._table[-words & _SLOT, _SERIAL] == -words >> _SLOT_BITS
         return held & (words < 0)
 
     def hopeless(self, words: Positions) -> Iterator[int]:
-        """Those of some claims whose process has ended, or whose computation is stuck."""
+        """Those claims whose process has ended, or whose computation is stuck."""
         stuck = max(_LEAST_STUCK, 4 * int(self._longest[0]))
         for word in set(words.tolist()):
             row = self._table[-word & _SLOT].tolist()

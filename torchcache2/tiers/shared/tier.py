@@ -1,13 +1,13 @@
 """`SharedTier`: rows in memory that the processes of a job share, under one budget, and claims of rows.
 
 Each namespace has a file in memory; see `torchcache2.tiers.shared.table` for what holds there, and why
-readers need no lock. Rows are kept as they come, and stay where they are. A process that lets go of a
-namespace gives up its part, and the memory goes with the last part. When there is no room, every process lets
-go of the namespaces that nothing alive in it uses, at its next call. `drop` is for all processes.
+readers need no lock. Rows never move, and none is evicted alone. The memory of a namespace is freed when the
+last process closes it. When there is no room, each process, at its next call, closes the namespaces that
+nothing alive in it uses. `drop` affects all processes.
 
-Safe under threads, which take turns; under fork, where the child takes part as a process of its own; and
-under signals that kill, because nobody sees what a process left unfinished. If a stopped process holds the
-lock for 10 seconds, that is a fault, after which this process computes what it needs.
+Safe under threads, which take turns; under fork, where the child joins as a process of its own; and under
+kills, because unfinished writes are invisible. If a stopped process holds the lock for 10 seconds, this
+process counts a fault, shares no more, and computes what it needs.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from torchcache2.tiers.shared.region import SharingError
 from torchcache2.tiers.shared.tables import Tables
 
 _T = TypeVar("_T")
-# Seconds to wait for the lock when a tier is closed. The garbage collector may close many tiers in a thread
-# that holds the lock through another one: waiting is then in vain, and all ranks wait meanwhile.
+# Seconds to wait for the lock in `close`. The garbage collector may close many tiers in a thread that already
+# holds the lock: waiting is then futile, and blocks all ranks.
 _AT_CLOSE = 0.01
 
 
@@ -49,12 +49,12 @@ class SharedTier(Tier):
     job : bytes
         Which processes share, 16 bytes; see `job_name`.
     budget : int
-        Bytes that the files of all processes never exceed; that of the first process counts. From 30 kB on,
-        there is room for as many rows as in 200 kB, of which most is bookkeeping.
+        The most bytes of all files; the first process decides. From 30 kB on, as many rows fit as into 200
+        kB, most of which is bookkeeping.
     in_use : callable, optional
         The namespaces that something alive in this process uses; default: all.
     description : callable, optional
-        What a namespace stands for, to be compared with what other ranks have.
+        Describes a namespace, to explain why ranks share no rows; see `peers`.
     folder : str, optional
         Where the processes find each other; default: this user's, among temporary files.
     runtime : Runtime
@@ -62,12 +62,12 @@ class SharedTier(Tier):
     spills : bool
         Whether there is a tier below that keeps what does not fit here.
     is_copied : bool
-        Whether the caller copies the rows that it gets, so that the next ones can have their memory.
+        Whether the caller copies the rows that it gets, so that their memory can be reused.
 
     Raises
     ------
     SharingError
-        If the system cannot share memory: the caller goes on with memory of its own.
+        If the system cannot share memory.
     """
 
     name = "memory"
@@ -95,9 +95,9 @@ class SharedTier(Tier):
         self._asked: deque[tuple[Callable[[bytes], None], bytes]] = deque()
         self._told = ToldOnce()
         self._pins = False  # whether rows go to an accelerator: it copies faster from pinned memory
-        self._is_off = False  # whether this process shares no more, after a fault that would come again
+        self._is_off = False  # whether this process has stopped sharing, after a fault that would recur
         self._closed = False
-        self._too_little = -1  # bytes that were left for replicas when some did not fit
+        self._too_little = -1  # bytes left for replicas when they last found no room
         self._faults = self._corrupt = 0
 
     @property
@@ -152,9 +152,9 @@ class SharedTier(Tier):
 
     @with_ordinary_tensors
     def put(self, keys: Keys, rows: Rows, *, are_replicas: bool = False) -> int:
-        """Keep rows under distinct keys, now, wherever they are; those that are here already stay.
+        """Keep rows under distinct keys, from any device; existing rows stay.
 
-        Rows on an accelerator are waited for: others may be waiting for them.
+        Waits for copies from an accelerator: other processes may need these rows now.
         """
         if self._closed or self._is_off or len(keys) == 0:
             return 0
@@ -177,11 +177,11 @@ class SharedTier(Tier):
         return self.put(keys, rows, are_replicas=True)
 
     def hold(self, namespace: bytes) -> None:
-        """Take part in a namespace until `let_go` or `drop`: its rows outlive whoever put them."""
+        """Keep a namespace open until `let_go` or `drop`: its rows outlive the process that put them."""
         self._guarded(lambda: self._tables.find(namespace, create=True))
 
     def claims(self, keys: Keys) -> TierClaim | None:
-        """What a call claims here: nothing if this is full, or its thread holds a claim of the namespace."""
+        """A claim on keys; None if memory is full, or this thread has a claim in the namespace."""
 
         def claimed() -> TierClaim | None:
             board = self._job.board
@@ -190,7 +190,7 @@ class SharedTier(Tier):
             table = self._tables.find(keys.namespace, create=True)
             if table is None or board.is_unclaimed(table.file):
                 return None
-            # This thread would wait for others, which may be waiting for what it has claimed already.
+            # Else this thread might wait for processes that wait for its other claim.
             if board.tickets.has_one(self._claims.thread(), table.file):
                 return None
             return SharedClaim(keys, table, self._claims)
@@ -204,19 +204,19 @@ class SharedTier(Tier):
         self._ask(self._tables.let_go_if_dropped, namespace)
 
     def let_go(self, namespace: bytes) -> None:
-        """Give up this process's part in a namespace, now or before the next call; others keep its rows."""
+        """Close a namespace, now or before the next call; other processes keep its rows."""
         self._ask(self._tables.let_go, namespace)
 
     def flush(self) -> None:
         """Nothing to do: rows in memory get no more durable."""
 
     def close(self) -> None:
-        """Give up this process's part in everything, and keep nothing from then on."""
+        """Leave the job, and keep no rows from then on."""
         self._closed = True
         self._catch_up_if_free()
 
     def stats(self) -> TierStats:
-        """Rows and bytes of all processes; what else is counted has happened in this one."""
+        """Rows and bytes of all processes; the other counts are of this process."""
         rows = size = 0
         if not self._closed:
             self._guarded(lambda: None)
@@ -224,7 +224,7 @@ class SharedTier(Tier):
         return TierStats(rows, size, self._tables.evictions, self._corrupt, self._faults)
 
     def counts(self) -> dict[str, int]:
-        """What `CacheStats` says of this tier, whose evictions are simply ``evictions`` there."""
+        """The tier's counts in `CacheStats`, which calls its evictions ``evictions``."""
         counts = super().counts()
         counts["evictions"] = counts.pop(f"{self.name}_evictions")
         return counts | self._claims.tally.counts()
@@ -249,7 +249,7 @@ class SharedTier(Tier):
         if isinstance(error, (LockTimeoutError, SharingError)):
             self._is_off = True
             self._tables.clear()
-        # As text: a log record that keeps the error would keep what its frames refer to.
+        # As text: a log record with the error itself would keep its frames alive.
         self._told("fault", "shared memory cannot be used, so its rows are computed again (%s)", repr(error))
 
     def _catch_up(self) -> None:
@@ -261,7 +261,7 @@ class SharedTier(Tier):
             self._leaving()
             return
         if os.getpid() != self._job.pid and not self._is_off:
-            self._tables.clear()  # the parent's, which may have been about to change them
+            self._tables.clear()  # the parent may have been changing them
             self._job.rejoin()
             self._claims.member = self._job.slot
         while self._asked:
