@@ -29,7 +29,7 @@ from xxhash import xxh3_128
 from torchcache2.core.private import OPERATOR_FIELDS
 from torchcache2.identity import libraries, marks, sourcecode
 from torchcache2.identity.codenames import IMPORTING, names_of, resolved, spec_of
-from torchcache2.identity.encoding import Encoder, public_module, qualified_name, sized, text_bytes
+from torchcache2.identity.encoding import ORDER, Encoder, public_module, qualified_name, sized, text_bytes
 from torchcache2.identity.guard import MUTABLE
 from torchcache2.identity.sourcecode import CompiledTexts, cells_of, names_in
 from torchcache2.identity.uses import Uses, UseTable, has_fields, is_plain, taken_by, uses_of
@@ -267,7 +267,7 @@ class CodeWalk(Encoder):
     def write_order(self) -> None:
         """Write down the order of attributes if code may ask for it."""
         if not _ORDERED.isdisjoint(self._taken_names):
-            self.parts["order of attributes"] = self._order.digest()
+            self.parts[ORDER] = self._order.digest()
 
     def _told(self, kind: type, what: str, tell: Callable[[type], Any]) -> None:
         """Write a fact about a class; annotations may name things that do not exist yet."""

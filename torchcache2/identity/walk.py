@@ -280,9 +280,9 @@ class Walk(CodeWalk):
         fields = getattr(type(value), "__dataclass_fields__", ())
         state = self.without_ignored(besides_value(value), f"{path}.")
         self.watch(value, state)
+        state = self.without_skipped(type(value), state, path)
         self.in_order(type(value), state)
         state = {name: item for name, item in state.items() if name not in fields}
-        state = self.without_skipped(type(value), state, path)
         if isinstance(value, defaultdict):
             state["default_factory"] = value.default_factory
         return self.state(state, path)
