@@ -12,7 +12,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 QUICK = $(addprefix tests/,core engine decorator/test_decorator.py decorator/test_forward.py identity/test_keys.py)
-NOT_TORCH = system cli tiers/disk project torch/zoo identity/test_xxh3.py identity/test_kernels.py
+NOT_TORCH = system cli tiers/disk project pages/test_ray.py torch/zoo identity/test_xxh3.py identity/test_kernels.py
 OF_TRANSFORMERS = $(addprefix pages/test_examples_,clip.py latents.py speech.py)  # and diffusers, of today
 # Beside them what needs no accelerator: files, data sets, pages, the memory of the host; and stand-ins for one.
 NOT_GPU = $(NOT_TORCH) core datasets files pages tiers engine/collective engine/test_pressure.py \
