@@ -33,8 +33,8 @@ BETWEEN = $(patsubst python%,%,$(notdir $(OTHER_PYTHONS)))
 PEERS = stocaching==0.2.1 torch-module-cache==0.1.4 litdata==0.2.76 \
 	mosaicml-streaming==0.13.0 catalogue cramjam python-snappy zstd
 RUN = $(VENV)/bin/python -W error::SyntaxWarning
-# Two processes run tests; each takes some of the other's when it has none left.
-PARALLEL = -n 2 --dist worksteal
+# Four processes run tests, as many of them wait rather than compute; each takes some of the other's when it has none left.
+PARALLEL = -n 4 --dist worksteal
 # The tests are compiled once, not at every start: a third of the time that it takes to collect them.
 unexport PYTHONDONTWRITEBYTECODE
 

@@ -11,6 +11,7 @@ from tests.helpers import warm
 from tests.helpers.examples import EXAMPLES, LIBRARIES, code_and_output
 
 WARNED = ["error", "ignore::DeprecationWarning", "ignore::FutureWarning"]  # Ray warns of itself
+PATIENCE = 240.0  # seconds: its processes take many, and more beside other tests
 
 # The driver has computed some items before. One of two actors is killed when both have computed some.
 CLUSTER = """
@@ -101,7 +102,7 @@ def cluster(tmp_path_factory):
         # All drivers have the password of the cluster, which others on this network can reach.
         environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         driver = warm.start(CLUSTER, notes, env=environment, warnings=WARNED, imports=LIBRARIES)
-        driver.until('"address"', 120)
+        driver.until('"address"', PATIENCE)
         told = json.loads(driver.out.splitlines()[-1])
         yield environment | {"RAY_ADDRESS": told["address"]}, told
         (notes / "end").touch()
@@ -121,7 +122,8 @@ def test_actors_compute_each_image_once_and_none_in_the_second_run(cluster):
     environment, _ = cluster
     arguments = ["--items", 300, "--address", environment["RAY_ADDRESS"]]
     script = EXAMPLES / "ray_embed.py"
-    done = warm.run(script, *arguments, env=environment, warnings=WARNED, imports=LIBRARIES)
+    process = warm.start(script, *arguments, env=environment, warnings=WARNED, imports=LIBRARIES)
+    done = process.done(timeout=PATIENCE)
     (first, second) = re.findall(r"run: +[\d.]+ s, (\d+) computed, (\d+) found$", done.out, re.MULTILINE)
     assert second == ("0", "600")
     computed, found = map(int, first)
@@ -141,6 +143,7 @@ def test_the_recipe_prints_what_its_page_says(cluster, tmp_path):
     environment, _ = cluster
     code, output = code_and_output("ray")
     (script := tmp_path / "recipe.py").write_text(code)
-    done = warm.run(script, cwd=tmp_path, env=environment, warnings=WARNED, imports=LIBRARIES)
+    process = warm.start(script, cwd=tmp_path, env=environment, warnings=WARNED, imports=LIBRARIES)
+    done = process.done(timeout=PATIENCE)
     assert done.out == output
     assert "torchcache2]" not in done.err
