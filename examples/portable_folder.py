@@ -130,7 +130,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as top:
         folder, elsewhere, archive = Path(top, "scans"), Path(top, "elsewhere"), Path(top, "scans.tar")
         with contextlib.closing(CachedDataset(source, folder, name="scans")) as samples:
-            samples.warmup(given.workers)
+            samples.warmup(num_workers=given.workers)
         with tarfile.open(archive, "w") as tar:
             tar.add(folder, ".")
         with tarfile.open(archive) as tar:
@@ -145,7 +145,9 @@ def main() -> None:
             with contextlib.closing(
                 CachedDataset(source, url, name="scans", local_dir=folder, storage_options=options)
             ) as samples:
-                samples.warmup(given.workers)  # the folder has all: it is uploaded, and nothing decoded
+                samples.warmup(
+                    num_workers=given.workers
+                )  # the folder has all: it is uploaded, and nothing decoded
                 assert samples.stats().misses == 0
             print(f"\nthe same folder in a bucket, uploaded in {time.perf_counter() - start:.2f} s")
             assert served(url, given.workers, options) == wanted, "samples that differ"

@@ -257,3 +257,16 @@ def test_an_attribute_is_named_after_a_restart(tmp_path):
 
     run(1)
     assert run(2)[1:] == ["closure variable args.rate of function scaled: 1 → 2"]
+
+
+def test_a_module_that_cannot_be_read_is_explained():
+    class Options(nn.Module):
+        def __getattr__(self, name):
+            return {"scale": 2.0}[name]
+
+        def forward(self, x):
+            return x * self.scale
+
+    cached = torchcache(Options())
+    cached(torch.ones(2, 2))
+    assert "unreadable: reading it raised KeyError" in cached.cache_instance.explain()

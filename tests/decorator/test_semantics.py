@@ -1,6 +1,7 @@
 """What a forward may do besides computing: whatever it is, a cached one does the same."""
 
 import copy
+import dataclasses
 import functools
 import threading
 
@@ -171,3 +172,24 @@ def test_state_changes_once_for_a_batch_with_duplicates():
     for _ in range(2):
         assert torch.equal(cached(DUPLICATES), plain(DUPLICATES))
         assert torch.equal(cached.weight, plain.weight)
+
+
+@dataclasses.dataclass
+class Scaling(nn.Module):
+    scale: float = 2.0
+
+    def __post_init__(self):
+        super().__init__()
+
+    def forward(self, x):
+        return x * self.scale
+
+
+def test_a_module_without_a_hash_is_cached():
+    scaling = torchcache(Scaling()).eval()
+    with pytest.raises(TypeError):
+        hash(scaling)
+    scaling.cache_instance.warmup(list(X))
+    assert torch.equal(scaling(X), 2 * X) and scaling.cache_instance.stats().misses == len(X)
+    scaling.scale = 3.0
+    assert torch.equal(scaling(X), 3 * X)

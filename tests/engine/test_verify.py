@@ -26,6 +26,7 @@ from tests.helpers.storage import NAMESPACES, keys_of
 from tests.helpers.trees import LEAVES, OTHERS, build, nested
 from torchcache2 import Cache, CacheSettings, torchcache
 from torchcache2.core.rows import Rows
+from torchcache2.engine.batch import is_computed_again
 from torchcache2.engine.stack import TierStack
 from torchcache2.engine.verify import differences
 
@@ -728,6 +729,7 @@ def test_an_interrupt_anywhere_leaves_the_cache_working(options, collector_off):
         if error is None:
             break
         # The error is alive, as the last one is in a notebook, and with it all frames.
+        assert not is_computed_again()
         assert not module.cache_instance.engine.tiers.tiers[0]._lock().locked(), traceback.format_tb(
             error.__traceback__
         )

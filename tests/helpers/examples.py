@@ -11,6 +11,7 @@ from pathlib import Path
 from tests.helpers import warm
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+RECIPES = Path(__file__).parents[2] / "docs" / "recipes"
 LIBRARIES = (
     "torch._dynamo",  # every optimizer imports it
     "sklearn.datasets",
@@ -61,3 +62,11 @@ def number(pattern, text):
     found = re.search(pattern, text, re.MULTILINE)
     assert found, f"no {pattern!r} in:\n{text}"
     return float(found[1].replace(",", ""))
+
+
+def code_and_output(name):
+    """The script of a recipe's page, and what the page says that it prints."""
+    text = (RECIPES / f"{name}.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (output,) = re.findall(r"```text\n(.*?)```", text, re.DOTALL)
+    return code, output

@@ -169,6 +169,19 @@ FOLLOWED = {
         "        return x * typing.get_args(type(self).__orig_bases__[0])[0](2.5)\n"
         "class C(B[(int, float)[HERE == 2]]):\n    pass\ndef model(x):\n    return C().g(x)\n",
     ],
+    "order of slots": [
+        "class C:\n    __slots__ = ('a', 'b')[:: 1 if HERE == 2 else -1]\n    def g(self):\n"
+        "        return [getattr(self, name) for name in self.__slots__]\nc = C()\nc.a, c.b = 2, 3\n"
+        "def model(x):\n    return x * c.g()[0]\n",
+    ],
+    "order of the attributes of a class": [
+        "class C:\n    if HERE == 2:\n        a = 2\n    b = 3\n    if HERE == 3:\n        a = 2\n"
+        "def model(x):\n    return x * [one for name, one in vars(C).items() if name in 'ab'][0]\n",
+    ],
+    "order of the attributes of an object": [
+        "import types\nc = types.SimpleNamespace(**dict(sorted({'a': 2, 'b': 3}.items(), reverse=HERE == 3)))\n"
+        "def model(x):\n    return x * list(c.__dict__.values())[0]\n",
+    ],
     "what a pattern matches": [
         "class C:\n    a, b = 2, 3\n    __match_args__ = ('a', 'b')[HERE == 2 :]\n"
         "def model(x):\n    match C():\n        case C(k):\n            return x * k\n",

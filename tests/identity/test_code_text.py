@@ -7,13 +7,15 @@ import __future__
 import ast
 import linecache
 import os
+import sys
+import types
 
 import pytest
 import torch
 
 from tests.helpers.outputs import namespace, warnings_in
 from torchcache2 import torchcache
-from torchcache2.identity.sourcecode import CompiledTexts, function_source
+from torchcache2.identity.sourcecode import CompiledTexts, compiled, function_source
 
 X = torch.rand(2, 3, generator=torch.Generator().manual_seed(3))
 
@@ -60,21 +62,21 @@ def test_the_new_text_of_an_edited_file_never_gets_the_old_codes_namespace(name,
     assert len({unedited, stale.cache_instance.module_hash, namespace(new)}) == 3
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("return x * 1", "return x * 1.0"),
-        ("return x * 1", "return x * True"),
-        ("return x * 0.0", "return x * -0.0"),
-        ("return x.sin()", "return x.cos()"),
-        ("return x in (1, 2)", "return x in (1, 2.0)"),
-        ("return 'a' in {'a', 'b'}", "return 'a' in {'a', 'c'}"),
-        ("return f(y=1)", "return f(z=1)"),
-        ("y = x; return y", "x = x; return x"),
-        ("return x * 2", "return x * 9\n\ndef model(x):\n    return x * 2"),  # it has moved
-        ("return x  # one", "return x  # another"),
-    ],
-)
+EDITS = [
+    ("return x * 1", "return x * 1.0"),
+    ("return x * 1", "return x * True"),
+    ("return x * 0.0", "return x * -0.0"),
+    ("return x.sin()", "return x.cos()"),
+    ("return x in (1, 2)", "return x in (1, 2.0)"),
+    ("return 'a' in {'a', 'b'}", "return 'a' in {'a', 'c'}"),
+    ("return f(y=1)", "return f(z=1)"),
+    ("y = x; return y", "x = x; return x"),
+    ("return x * 2", "return x * 9\n\ndef model(x):\n    return x * 2"),  # it has moved
+    ("return x  # one", "return x  # another"),
+]
+
+
+@pytest.mark.parametrize(("old", "new"), EDITS)
 def test_small_edits_are_seen_and_comments_are_none(old, new, load, tmp_path):
     path, texts = tmp_path / "model.py", [f"def model(x):\n    {body}\n" for body in (old, new)]
     written(path, texts[0])
@@ -82,6 +84,16 @@ def test_small_edits_are_seen_and_comments_are_none(old, new, load, tmp_path):
     assert function_source(function, CompiledTexts()) == texts[0]
     written(path, texts[1])
     assert function_source(function, CompiledTexts()) == (texts[1] if "another" in new else None)
+
+
+@pytest.mark.parametrize(("old", "new"), EDITS)
+def test_code_without_a_text_differs_where_it_computes_something_else(old, new, load, tmp_path):
+    path, found = tmp_path / "model.py", []
+    for number, body in enumerate((old, new)):
+        text = "\n" * number + f"def model(x):\n    def inner(x): {body.splitlines()[0]}\n    {body}\n"
+        written(path, text)
+        found.append(compiled(load(path).model.__code__))
+    assert (found[0] == found[1]) == ("another" in new)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +166,7 @@ def test_a_function_with_assertions_that_pytest_has_rewritten_is_readable(log):
 
 
 def cell(text, name="<cell 1>", flags=0):
-    scope = {"__name__": "__main__"}
+    scope = vars(sys.modules["__main__"])
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
     running = eval(compile(text, name, "exec", flags=flags, dont_inherit=True), scope)
     if running is not None:
@@ -164,7 +176,8 @@ def cell(text, name="<cell 1>", flags=0):
 
 
 @pytest.fixture
-def _cells():
+def _cells(monkeypatch):
+    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
     yield
     for name in [name for name in linecache.cache if name.startswith("<cell")]:
         del linecache.cache[name]

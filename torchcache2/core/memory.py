@@ -17,10 +17,10 @@ from torchcache2.core.keys import Array, Bytes2D
 
 # Copies between an accelerator and the host, started together, with one wait for all.
 #
-# Copies to and from page-locked ("pinned") host memory run asynchronously, in the order of their stream. Until
-# a copy's event has passed, its target must not be read, and its source must not be freed: `Arriving` keeps
-# both. Torch's allocator reuses a pinned buffer only after the copies that read it. Only CUDA is asynchronous
-# here (and ROCm, which torch also calls CUDA). Copies to other devices wait.
+# Copies to and from page-locked ("pinned") host memory run asynchronously, in the order of their stream.
+# Until a copy's event has passed, its target must not be read, and its source must not be freed: `Arriving`
+# keeps both. Torch's allocator reuses a pinned buffer only after the copies that read it. Only CUDA is
+# asynchronous here (and ROCm, which torch also calls CUDA). Copies to other devices wait.
 #
 # Each thread has a current stream for each device. Torch uses the stream of the tensors' device, whichever
 # device is current; Triton's kernels, for example, do not, and need `Runtime.current`.

@@ -7,6 +7,7 @@ import concurrent.futures.thread  # noqa: F401  # it registers before `before_po
 import multiprocessing.process
 import multiprocessing.util
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -48,6 +49,27 @@ def has_ranks() -> bool:
         or ("LOCAL_RANK" in os.environ and _number("WORLD_SIZE", 1) > 1)  # all that Lightning sets
         or (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1)
     )
+
+
+def ray_job() -> tuple[str, ...]:
+    """The Ray cluster and job of this process, be it driver, task or actor; empty if there is none.
+
+    Only a process that has imported Ray itself is asked. Ray's processes are no ranks: they have no number,
+    and nothing tells how many there are.
+    """
+    ray: Any = sys.modules.get("ray")
+    try:
+        if ray is not None and ray.is_initialized():
+            context = ray.get_runtime_context()
+            return context.gcs_address, context.get_job_id()
+    except Exception:  # another library of this name, or Ray is being imported or shut down
+        pass
+    return ()
+
+
+def has_peers() -> bool:
+    """Whether this process is one of several ranks, or belongs to a Ray job."""
+    return has_ranks() or bool(ray_job())
 
 
 def ranks_here() -> int:

@@ -272,7 +272,9 @@ class LazyShardDataset(Dataset[Any]):
         Make all ranks' shards equally long, as `DistributedDataParallel` needs: leave out fewer samples than
         there are ranks, or give some ranks one of theirs twice. None: lengths differ by one at most.
     disk_cache_path : path, optional
-        An alias of `cache_dir`. **options Options of `CachedDataset`: ``name``, ``version``, ``transform``,
+        An alias of `cache_dir`.
+    **options
+        Options of `CachedDataset`: ``name``, ``version``, ``transform``,
         ``policy``, ``compression``, ``allow_random``, ``verify``.
 
     Raises

@@ -15,7 +15,7 @@ from torchcache2.core.errors import NotCachedError, OutputError
 from torchcache2.core.keys import Flags, Keys, Positions, int_key, int_keys
 from torchcache2.core.logs import ToldOnce
 from torchcache2.core.memory import as_bytes
-from torchcache2.core.process import has_ranks
+from torchcache2.core.process import has_peers
 from torchcache2.core.rows import Parts, Rows, Schema
 from torchcache2.core.settings import CacheSettings
 from torchcache2.datasets.identity import as_index, keys_of
@@ -80,7 +80,7 @@ class Levels(TierStack):
         self._user = _User(namespace, description)
         if job is None:
             # Without a launcher, a process shares with its workers only.
-            is_shared = has_ranks() or bool(os.environ.get("TORCHCACHE_JOB"))
+            is_shared = has_peers() or bool(os.environ.get("TORCHCACHE_JOB"))
             job = job_name(os.environ, "dataset", namespace.hex(), name) if is_shared else os.urandom(16)
         self.job = job
         self.join(self._user)

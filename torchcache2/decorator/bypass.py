@@ -25,7 +25,7 @@ from torchcache2.core.private import keeps_parametrized
 from torchcache2.core.values import UnstorableError
 from torchcache2.engine.batch import NotStoredError, RefusedError
 from torchcache2.identity.arguments import BoundCall, Signature, UncachedArgumentError
-from torchcache2.identity.namespace import NamespaceKeeper, Seen
+from torchcache2.identity.namespace import Facts, NamespaceKeeper, Seen
 
 
 class Reason(NamedTuple):
@@ -179,18 +179,25 @@ def not_stored(reason: str, output: Any, why: str = "", *, cause: str = "") -> N
     return NotStoredError(reason, BypassError.because(reason, why, cause=cause).text, output)
 
 
+def of_reading(keeper: NamespaceKeeper, root: Any) -> Facts | BypassError:
+    """The facts about a module, or why it cannot be read."""
+    try:
+        return keeper.facts(root)
+    except TorchcacheError:
+        raise
+    except Exception as error:  # such as from a property that should raise `AttributeError`
+        return BypassError.because("unreadable", f"reading it raised {error!r}")
+
+
 def of_module(keeper: NamespaceKeeper, root: Any, *, is_without_grad: bool) -> list[BypassError]:
     """Why no call of the module can be cached now, with any arguments; empty if calls can.
 
     `is_without_grad`: the forward turns grad mode off by itself, so that it makes no graph.
     """
     stops = list[BypassError]()
-    try:
-        facts = keeper.facts(root)
-    except TorchcacheError:
-        raise
-    except Exception as error:  # such as from a property that should raise `AttributeError`
-        return [BypassError.because("unreadable", f"reading it raised {error!r}")]
+    facts = of_reading(keeper, root)
+    if isinstance(facts, BypassError):
+        return [facts]
     if facts.sharded is not None:
         return [BypassError.because("sharded", facts.sharded)]
     if facts.is_parametrized and keeps_parametrized():

@@ -395,8 +395,8 @@ class Computation:
         state = RandomState(self.keeper.generators)
         try:
             positions = torch.tensor(part, dtype=torch.int64, device="cpu")
-            with computed_again():
-                return self.forward(*self.call.take(positions, aligned=aligned))
+            args = self.call.take(positions, aligned=aligned)
+            return computed_again(self.forward, *args)
         finally:
             self.keeper.accept_memos(self.seen, self.root)
             # The forward has just run for the whole batch, and changed at most attributes that it never

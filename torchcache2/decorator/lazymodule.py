@@ -19,7 +19,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from itertools import chain
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ from torchcache2.identity.codenames import names_of, resolved
 from torchcache2.identity.encoding import digest
 from torchcache2.identity.marks import LAZY_ATTRIBUTE
 from torchcache2.identity.namespace import NamespaceKeeper, Seen, namespace_of
-from torchcache2.identity.sharded import ShardedError
+from torchcache2.identity.sharded import ShardedError, weights_of
 from torchcache2.identity.walk import Lazy
 
 _RACY = 2.0  # seconds; a file may change again within one tick of its file system's clock
@@ -56,8 +55,7 @@ def lazies_of(keeper: NamespaceKeeper, call: BoundCall) -> list[Lazy]:
 
 def devices_apart(call: BoundCall, root: Any, seen: Seen) -> tuple[str, str] | None:
     """The devices of the batch and of the weights, if they have none in common."""
-    own = chain(root.parameters(), root.buffers()) if isinstance(root, nn.Module) else ()
-    weights = list(own) or seen.tensors.tensors  # a `LazyModule` itself has none
+    weights = list(weights_of(root)) or seen.tensors.tensors  # a `LazyModule` itself has none
     here, there = {tensor.device for _, tensor in call.leaves}, {tensor.device for tensor in weights}
     if not (here and there and here.isdisjoint(there)):
         return None
@@ -394,7 +392,7 @@ class _Lazy:
         if self.module is None and self._device is not None:
             return self._device
         module = self.load("a call without tensors does not say on which device its output is")
-        return next((one.device for one in chain(module.parameters(), module.buffers())), torch.device("cpu"))
+        return next((one.device for one in weights_of(module)), torch.device("cpu"))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Lazy:
         twin = _Lazy(self.loader, self.files, self.training, self._device)

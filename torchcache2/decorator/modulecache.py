@@ -234,6 +234,9 @@ class ModuleCache:
         return asked._explained()
 
     def _explained(self) -> str:
+        stop = bypass.of_reading(self.keeper, self.living_root())
+        if isinstance(stop, BypassError):
+            return f"not cached: {stop.reason}: {stop.text}"
         self.engine.namespace = self.keeper.look(self.living_root()).namespace
         now, before = self.fingerprint, self.keeper.history.before(self.fingerprint)
         calls, directory, why = list(self._calls), self.engine.tiers.directory, self._why_not_cached()

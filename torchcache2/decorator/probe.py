@@ -42,6 +42,7 @@ from torchcache2.engine.verify import leaf_differences
 from torchcache2.identity.arguments import BoundCall
 from torchcache2.identity.encoding import digest
 from torchcache2.identity.fingerprint import Fingerprint
+from torchcache2.identity.sharded import modules_of
 from torchcache2.identity.sourcecode import names_in
 
 _ALIKE = 0.75  # batches of one size differ by less than the precision to this power
@@ -255,8 +256,8 @@ def talks(root: Any, fingerprint: Fingerprint) -> bool:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
     named = {name.split()[1].rpartition(".")[2] for name in fingerprint.parts if name.startswith("global ")}
-    modules = root.modules() if isinstance(root, nn.Module) else ()
-    for kind in {base for module in modules for base in type(module).__mro__ if base is not nn.Module}:
+    kinds = {base for module in modules_of(root) for base in type(module).__mro__}
+    for kind in kinds - {nn.Module}:
         if kind is nn.SyncBatchNorm or kind.__module__.startswith(_TALKING):
             return True
         for function in map(inspect.unwrap, filter(callable, vars(kind).values())):

@@ -12,7 +12,7 @@ import inspect
 import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,6 +39,7 @@ from torchcache2.engine.progress import ADVICE, OPTION, Progress, WarmupStats
 from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.running import Forward
 from torchcache2.identity.marks import LAZY_ATTRIBUTE
+from torchcache2.identity.sharded import weights_of
 
 _CPU = torch.device("cpu")
 _SHARED_OUT = ("num_replicas", "num_processes")  # attributes of what gives each rank its own part already
@@ -306,9 +307,8 @@ def _outline(batch: Any) -> str:
 
 def _moved(arguments: Any, root: Any) -> Any:
     """The arguments, with CPU tensors moved to the device of the module's first weight."""
-    weights = chain(root.parameters(), root.buffers()) if isinstance(root, nn.Module) else ()
     lazy = getattr(root, "__dict__", {}).get(LAZY_ATTRIBUTE)
-    device = next((weight.device for weight in weights), _CPU) if lazy is None else lazy.device()
+    device = next((weight.device for weight in weights_of(root)), _CPU) if lazy is None else lazy.device()
     if device.type in ("cpu", "meta"):
         return arguments
 

@@ -93,6 +93,9 @@ class Binding:
         cache.bind(root, plain, method, others)
         return cache
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Binding, (self.settings, self.name, self.methods)
+
 
 # Functions
 
@@ -131,7 +134,10 @@ def _call(
     # Read the original at each call: a notebook that reloads code in place replaces it.
     if name is None:
         cache: ModuleCache = getattr(wrapper, "cache_instance")  # noqa: B009
-        return cache.call(Forward(getattr(wrapper, ORIGINAL_ATTRIBUTE), compiler), args, kwargs)
+        function = getattr(wrapper, ORIGINAL_ATTRIBUTE)
+        if cache.root is None:  # the wrapper was unpickled
+            cache.bind(function, function)
+        return cache.call(Forward(function, compiler), args, kwargs)
     if not args:
         return getattr(wrapper, ORIGINAL_ATTRIBUTE)(**kwargs)  # without `self`: Python raises
     obj, rest = args[0], args[1:]
@@ -191,7 +197,7 @@ def _patch_methods(cls: Any) -> None:
         wrapper = wrap(method, method=name)
         setattr(wrapper, ORIGINAL_ATTRIBUTE, method)
         if name not in cls.__dict__:
-            setattr(wrapper, ADDED_ATTRIBUTE, weakref.ref(cls))
+            setattr(wrapper, ADDED_ATTRIBUTE, _AddedTo(cls))
         setattr(cls, name, wrapper)
 
 
@@ -263,8 +269,21 @@ def _cached_replicate(replicate: Callable[..., nn.Module], method: str) -> Calla
     return cached_replicate
 
 
+# Ray and Spark pickle a class of ``__main__`` with everything in its ``__dict__``, so these support pickle.
+
+
+class _AddedTo(weakref.ref[type]):
+    """The class to which the decorator has added a method."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _AddedTo, (self(),)
+
+
 class _CacheAttribute(property):
     """``object.cache_instance`` of a decorated class."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _CacheAttribute, (self.fget,)
 
 
 setattr(_CacheAttribute, ADDED_ATTRIBUTE, True)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
@@ -23,21 +22,21 @@ Compute = Callable[[Tensor], Any]
 _AGAIN = ContextVar("torchcache2_again", default=False)
 
 
-@contextlib.contextmanager
-def computed_again(again: bool = True) -> Iterator[None]:
-    """In this context, this thread computes items to check rows, so inner cached modules compute too.
+def computed_again(compute: Callable[..., Any], *args: Any) -> Any:
+    """Compute items to check rows, so inner cached modules compute too.
 
     Otherwise outputs computed from an inner module's rows would not check those rows.
     """
-    token = _AGAIN.set(again or _AGAIN.get())
-    try:
-        yield
+    before = _AGAIN.get()
+    try:  # no context manager: an interrupt that is kept, as in a notebook, would keep it open
+        _AGAIN.set(True)
+        return compute(*args)
     finally:
-        _AGAIN.reset(token)
+        _AGAIN.set(before)
 
 
 def is_computed_again() -> bool:
-    """Whether this thread is in a `computed_again` context."""
+    """Whether `computed_again` runs in this thread."""
     return _AGAIN.get()
 
 
@@ -343,8 +342,8 @@ class Batch:
             raise NotRunError
         start = time.perf_counter()
         try:
-            with computed_again(self.is_compared):
-                return self.source.compute(torch.from_numpy(positions))
+            compute, items = self.source.compute, torch.from_numpy(positions)
+            return computed_again(compute, items) if self.is_compared else compute(items)
         finally:
             self.seconds += time.perf_counter() - start
             self.computed += len(positions)

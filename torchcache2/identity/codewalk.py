@@ -24,11 +24,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
+from xxhash import xxh3_128
 
 from torchcache2.core.private import OPERATOR_FIELDS
 from torchcache2.identity import libraries, marks, sourcecode
 from torchcache2.identity.codenames import IMPORTING, names_of, resolved, spec_of
-from torchcache2.identity.encoding import Encoder, public_module, qualified_name, sized, text_bytes
+from torchcache2.identity.encoding import ORDER, Encoder, public_module, qualified_name, sized, text_bytes
 from torchcache2.identity.guard import MUTABLE
 from torchcache2.identity.sourcecode import CompiledTexts, cells_of, names_in
 from torchcache2.identity.uses import Uses, UseTable, has_fields, is_plain, taken_by, uses_of
@@ -58,6 +59,7 @@ _TOLD: dict[frozenset[str], Callable[[type], Any]] = {
         for name, field in vars(kind).get("__dataclass_fields__", {}).items()
     ],
 }
+_ORDERED = frozenset(("vars", "__dict__", "__slots__"))  # by these, code takes attributes in their order
 _MODULE_NOISE = vars(types.ModuleType("")).keys() | {"__builtins__", "__cached__", "__file__", "__path__"}
 _FUNCTION_FIELDS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _WRAPPER_FIELDS = attrgetter("__dict__", "__code__")
@@ -109,6 +111,7 @@ class CodeWalk(Encoder):
         self._taken_names: set[str] = set()  # names and texts in project code
         self._words_of_others: set[str] = set()  # in files of packages that may read left-out attributes
         self._own_classes: list[type] = []  # those of the project
+        self._order = xxh3_128()  # of the names in them and in their objects
         self._whole: dict[int, types.ModuleType] = {}  # modules used as a whole
         # Other packages' classes, by id, as users may set attributes there. No walk reaches tensors' classes.
         self._foreign: dict[int, type] = {id(kind): kind for kind in (Tensor, nn.Parameter)}
@@ -256,6 +259,16 @@ class CodeWalk(Encoder):
         if self._is_users(kind, value):
             self.parts[f"value {path} of {qualified_name(kind)}"] = self.encode(value, path)
 
+    def in_order(self, kind: type, names: Iterable[str]) -> None:
+        """Note the order of the attributes of a class, or of an object: code may iterate over them."""
+        if kind in (SimpleNamespace, Namespace) or self.origins.of(kind) == "project":
+            self._order.update(text_bytes(" ".join(map(str, names))))
+
+    def write_order(self) -> None:
+        """Write down the order of attributes if code may ask for it."""
+        if not _ORDERED.isdisjoint(self._taken_names):
+            self.parts[ORDER] = self._order.digest()
+
     def _told(self, kind: type, what: str, tell: Callable[[type], Any]) -> None:
         """Write a fact about a class; annotations may name things that do not exist yet."""
         path = f"{kind.__name__}.{what}"
@@ -335,7 +348,7 @@ class CodeWalk(Encoder):
         return self.items(pairs)
 
     def _class_contents(self, kind: type, owner: str, *, everything: bool) -> list[bytes]:
-        parts = []
+        parts, own_names = list[bytes](), set[str]()
         for name, value in sorted(vars(kind).items()):
             path = f"{kind.__name__}.{name}"
             is_noise = name in _CLASS_NOISE or name.startswith(("torchcache_", "_torchcache_"))
@@ -348,6 +361,7 @@ class CodeWalk(Encoder):
             own = vars(raw) if is_function else vars(type(raw))
             if marks.ADDED_ATTRIBUTE in own and marks.is_ours(raw):
                 continue
+            own_names.add(name)
             if marks.ORIGINAL_ATTRIBUTE in own and marks.is_ours(raw):
                 value = own[marks.ORIGINAL_ATTRIBUTE]
                 self.reads.append((_WRAPPER_FIELDS, raw))  # a notebook that reloads its code changes these
@@ -372,6 +386,8 @@ class CodeWalk(Encoder):
             self.scopes.append((vars(kind), name, vars(kind)[name]))
         if everything:
             self.dicts.append(vars(kind))
+            slots = vars(kind).get("__slots__", ())
+            self.in_order(kind, [*slots, *[name for name in vars(kind) if name in own_names]])
         return parts
 
     def _is_put_there(self, kind: type, name: str, value: Any) -> bool:
@@ -432,7 +448,10 @@ class CodeWalk(Encoder):
     def _source(self, function: types.FunctionType, path: str, method: tuple[Any, ...]) -> tuple[str, Uses]:
         """The source of a project function, and its uses of names; `method` is its name and class."""
         source = sourcecode.function_source(function, self._texts)
-        if source is None:
+        if source is None and sourcecode.is_of_other_main(function):  # such as that of a notebook
+            self.uses.is_dynamic = True
+            source = sourcecode.compiled(function.__code__)
+        elif source is None:
             token = self.unreadable(function, f"{path or function.__name__} (no source)")
             source = sourcecode.instructions(function.__code__) + token.hex()
         uses = self._in_hook(self._texts.once(uses_of, function.__code__, source))

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torchcache2.identity.encoding import INNER, digest
+from torchcache2.identity.encoding import INNER, ORDER, digest
 
 _MOST_LINES = 50
 _MOST_ALIKE = 3  # more parts with the same difference share a line
@@ -27,7 +27,7 @@ _NAMED = (
     "weights",
     "value",
 )  # what `ignore` can leave out
-_STATE = ("attribute ", "attributes of ", "global ", "hook ", "memo ")
+_STATE = (ORDER, "attribute ", "attributes of ", "global ", "hook ", "memo ")
 _CODE = ("class ", "closure ", "default ", "function ", "import ", "named ", "value ")
 
 
@@ -139,8 +139,10 @@ def _changed(
         for name in sorted(before.values.keys() & now.values.keys())
         if name.startswith(INNER) and before.values[name] != now.values[name]
     ]
-    for name in sorted(parts, key=lambda name: (name.startswith("weights "), name)):
-        if before.parts.get(name) == now.parts.get(name) or not name.startswith(only):
+    apart = {name for name in parts if before.parts.get(name) != now.parts.get(name)}
+    apart -= {ORDER} if len(apart) > 1 else set()  # other attributes have another order, too
+    for name in sorted(apart, key=lambda name: (name.startswith("weights "), name)):
+        if not name.startswith(only):
             continue
         kind, _, path = name.partition(" ")
         if kind == "tensor" and f"weights {path}" in parts:

@@ -41,6 +41,29 @@ def sharding(module: nn.Module) -> str | None:
     return None
 
 
+class _Met(set[int]):
+    """What was met, by identity."""
+
+    def __contains__(self, module: object) -> bool:
+        return super().__contains__(id(module))
+
+    def add(self, module: object) -> None:
+        super().add(id(module))
+
+
+def modules_of(root: Any) -> Iterator[nn.Module]:
+    """A module and all in it, each once; nothing if it is none. A module that is a dataclass has no hash."""
+    if isinstance(root, nn.Module):
+        met: Any = _Met()
+        yield from (module for _, module in nn.Module.named_modules(root, met))
+
+
+def weights_of(root: Any) -> Iterator[Tensor]:
+    """The parameters and buffers of a module; nothing if it is none."""
+    for module in modules_of(root):
+        yield from chain(module.parameters(recurse=False), module.buffers(recurse=False))
+
+
 class Shards:
     """The sharded modules that a walk has found; by weak references, as one may own the cache.
 
@@ -64,7 +87,7 @@ class Shards:
             if (text := sharding(module)) is not None:
                 raise ShardedError(module, text)
             return False
-        part = next((part for part in module.modules() if sharding(part) is not None), None)
+        part = next((part for part in modules_of(module) if sharding(part) is not None), None)
         if part is not None:
             self._found.append((weakref.ref(module), weakref.ref(part)))
         return part is not None
@@ -78,7 +101,7 @@ class Shards:
         """The modules, and all of their submodules."""
         for module, _ in self._found:
             if (living := module()) is not None:
-                yield from living.modules()
+                yield from modules_of(living)
 
     def tensors(self) -> Iterator[Tensor]:
         """Their parameters and buffers, as they are now."""

@@ -196,6 +196,24 @@ def instructions(code: types.CodeType) -> str:
     return "\n".join(steps)
 
 
+def is_of_other_main(function: types.FunctionType) -> bool:
+    """Whether a function comes from another process's ``__main__``, pickled with its code."""
+    scope = function.__globals__
+    return scope.get("__name__") == "__main__" and scope is not vars(sys.modules["__main__"])
+
+
+def compiled(code: types.CodeType) -> str:
+    """Compiled code as text, in place of its source: equal wherever it stands, but not between Pythons."""
+    return f"{importlib.util.MAGIC_NUMBER.hex()} {_marshalled(_without_place(code)).hex()}"
+
+
+def _without_place(code: types.CodeType) -> types.CodeType:
+    constants = tuple(
+        _without_place(one) if isinstance(one, types.CodeType) else one for one in code.co_consts
+    )
+    return code.replace(co_consts=constants, co_filename="", co_firstlineno=1, co_linetable=b"")
+
+
 class CompiledTexts:
     """Caches the code that texts compile to, and facts read from code: a thousand of each."""
 

@@ -193,6 +193,7 @@ class Walk(CodeWalk):
             pass
         self._close_fields()
         self._close_memos()
+        self.write_order()
         self.watch_all()
         self.names_grad |= any("enable_grad" in name or "grad_enabled" in name for name in self.parts)
 
@@ -279,8 +280,9 @@ class Walk(CodeWalk):
         fields = getattr(type(value), "__dataclass_fields__", ())
         state = self.without_ignored(besides_value(value), f"{path}.")
         self.watch(value, state)
-        state = {name: item for name, item in state.items() if name not in fields}
         state = self.without_skipped(type(value), state, path)
+        self.in_order(type(value), state)
+        state = {name: item for name, item in state.items() if name not in fields}
         if isinstance(value, defaultdict):
             state["default_factory"] = value.default_factory
         return self.state(state, path)
@@ -366,6 +368,7 @@ class Walk(CodeWalk):
             self.memos.setdefault(id(one.value), one)
             del state[attribute]
         self._note(value, state, path)
+        self.in_order(kind, state)
         head = self.klass(kind, path) + self.state(state, path)
         head += self.encode(cached, path) if cached else b""
         if is_plain_state:

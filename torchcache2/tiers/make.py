@@ -14,7 +14,7 @@ from torch.utils.data import get_worker_info
 from torchcache2.core.errors import OptionError
 from torchcache2.core.logs import ToldOnce, logger
 from torchcache2.core.places import Bucket, Servers
-from torchcache2.core.process import has_ranks, ranks_here
+from torchcache2.core.process import has_peers, ranks_here
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import size_text
 from torchcache2.files.directory import CacheDirectory
@@ -82,7 +82,7 @@ def disk_budget(settings: CacheSettings, folder: str) -> int:
 
 def job_of(settings: CacheSettings, name: str) -> bytes | None:
     """The job whose ranks share the tiers of one cache name and equal options; None: no sharing."""
-    is_asked = settings.distributed == "node" or (settings.distributed != "off" and has_ranks())
+    is_asked = settings.distributed == "node" or (settings.distributed != "off" and has_peers())
     if not (is_asked and settings.can_be_shared):
         return None
     return job_name(os.environ, name, repr(settings.of_tiers()))

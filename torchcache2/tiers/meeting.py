@@ -11,6 +11,7 @@ import os
 import stat
 from collections.abc import Mapping
 
+from torchcache2.core.process import ray_job
 from torchcache2.core.version import __version__
 from torchcache2.files.filesystem import Descriptor
 from torchcache2.identity.encoding import digest
@@ -23,13 +24,15 @@ _RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 def job_name(environ: Mapping[str, str], *parts: str) -> bytes:
     """The name of this process's job, for the cache named by `parts`: 16 bytes.
 
-    It derives from ``TORCHCACHE_JOB``, else from the rendezvous address of the ranks, else from the parent
-    process.
+    It derives from ``TORCHCACHE_JOB``, else from the rendezvous address of the ranks, else from Ray's job,
+    else from the parent process.
     """
     if environ.get(JOB):
         job = [environ[JOB]]
     elif any(environ.get(name) for name in _RENDEZVOUS):
         job = ["ranks", *[environ.get(name, "") for name in _RENDEZVOUS]]
+    elif of_ray := ray_job():
+        job = ["ray", *of_ray]
     else:
         parent = os.getppid()
         job = ["parent", str(parent), str(start_time(parent))]

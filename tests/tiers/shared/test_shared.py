@@ -2,9 +2,11 @@
 
 import os
 import stat
+import sys
 import tempfile
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from tests.helpers.storage import CPU, NAMESPACES, found, key_of, keys_of, put, 
 from torchcache2.core.rows import Rows
 from torchcache2.core.settings import CacheSettings
 from torchcache2.tiers.index import KeyTable
-from torchcache2.tiers.make import make_tiers
+from torchcache2.tiers.make import job_of, make_tiers
 from torchcache2.tiers.meeting import job_name
 from torchcache2.tiers.memory.tier import MemoryTier
 from torchcache2.tiers.shared import job as job_module
@@ -112,6 +114,28 @@ def test_the_job_is_named_by_the_environment():
     names = [job_name(environ, *parts) for environ in environs for parts in [("a", "b"), ("ab",), ("a", "c")]]
     assert len(set(names)) == 15 and {len(name) for name in names} == {16}
     assert job_name({"TORCHCACHE_JOB": "sweep"}, "a", "b") == job_name(environs[3], "a", "b")
+
+
+def test_the_processes_of_a_job_of_ray_share_and_no_others(monkeypatch):
+    def job(**library):
+        """The job of a process in which somebody has imported this as ``ray``."""
+        monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(**library))
+        return job_of(CacheSettings(), "a")
+
+    def of_ray(address, number, initialised=True):
+        context = SimpleNamespace(gcs_address=address, get_job_id=lambda: number)
+        return job(is_initialized=lambda: initialised, get_runtime_context=lambda: context)
+
+    assert job_of(CacheSettings(), "a") is None
+    places = [(":1", "01"), (":2", "01"), (":1", "02")]
+    jobs = [of_ray(*place) for place in places]
+    assert len({*jobs, None}) == 4 and jobs == [of_ray(*place) for place in places]
+    assert of_ray(":1", "01", initialised=False) is None
+    assert job() is None  # another library of this name
+    ranks = {"LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1"}  # as Ray Train sets
+    for name, value in ranks.items():
+        monkeypatch.setenv(name, value)
+    assert of_ray(*places[0]) == of_ray(*places[1])
 
 
 def test_letting_go_is_for_one_and_dropping_for_all(join):

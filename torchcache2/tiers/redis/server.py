@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torchcache2.core.errors import OptionError
 from torchcache2.core.logs import logger
 from torchcache2.core.places import Server, Servers, require_redis
-from torchcache2.core.process import AtExit, has_ranks, node_number, place, ranks_on_each
+from torchcache2.core.process import AtExit, has_peers, node_number, place, ranks_on_each
 from torchcache2.core.settings import Policy
 from torchcache2.core.sizes import Size, free_memory, parse_size, size_text
 from torchcache2.files.filesystem import Descriptor, FileSystem
@@ -88,7 +88,7 @@ def own_servers(capacity: Size, policy: Policy, *, cluster_mode: bool = True, bu
     """
     if not hasattr(os, "fork"):
         raise OptionError('backend="redis" starts no server on this system: give hosts=…')
-    is_shared = has_ranks() or bool(os.environ.get(JOB))
+    is_shared = has_peers() or bool(os.environ.get(JOB))
     # Without a launcher, a process shares with its workers only.
     process = [] if is_shared else [str(os.getpid()), str(start_time(os.getpid()))]
     name = partial(job_name, os.environ, "redis server", str(os.getuid()), *process)
