@@ -13,9 +13,9 @@
     <directory>/<namespace, 32 hex>/<ulid>.run                where rows are: the index of many segments
     <directory>/<namespace, 32 hex>/<ulid>.run.tmp            likewise, and <ulid>.run.corrupt
 
-Nothing else is counted or deleted. A process that uses a namespace holds a shared lock on its
-``fingerprint.json``, and a writer an exclusive one on its temporary file: the system takes them back when a
-process ends, so none is ever left to be removed by hand.
+Other files are neither counted nor deleted. A process that uses a namespace holds a shared lock on its
+``fingerprint.json``, and a writer an exclusive one on its temporary file: the system releases them when the
+process ends, so no stale lock remains.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ _LEFT_OVER = re.compile(
 class Contents:
     """The files of one namespace, which is 32 hexadecimal digits.
 
-    Besides segments there are their `runs`, the `heads` of those that a bucket has (there, in `packs`), the
-    `parts` of some of these, files that were found `corrupt`, `temporary` ones that are being written, and
-    `others`: ``fingerprint.json``.
+    Besides segments: their `runs`; the `heads` of segments in a bucket (in the bucket itself: `packs`), and
+    the fetched `parts` of some; `corrupt` files; `temporary` ones being written; and `others`, which is
+    ``fingerprint.json``.
     """
 
     namespace: str
@@ -112,7 +112,7 @@ class Contents:
 
 
 def contents_of(namespace: str, listing: list[FileInfo]) -> Contents:
-    """The files of a namespace among what is in its folder."""
+    """The files of a namespace, from a listing of its folder."""
     found = Contents(namespace, [], [], [], [], [], [], [], [])
     for info in listing:
         if info.is_folder:

@@ -341,7 +341,7 @@ def write_head(fs: FileSystem, path: str, head: bytes) -> None:
 
 
 def pack(heads: Mapping[str, tuple[int, bytes]]) -> bytes:
-    """The heads of many segments as one safetensors file: by name, the bytes of the segment, and its head."""
+    """Pack segments' heads into one safetensors file; `heads` has, by name, the segment's size and head."""
     tensors: dict[str, Array] = {
         "names": np.frombuffer("".join(heads).encode(), np.uint8).reshape(len(heads), -1),
         "sizes": np.array([size for size, _ in heads.values()], np.int64),

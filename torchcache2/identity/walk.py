@@ -513,7 +513,7 @@ class Walk(CodeWalk):
     def _read_fields(self) -> bool:
         """Write what code reads from modules' attributes; returns whether there was more than before."""
         is_more = False
-        for field in self._attributes:  # which may grow
+        for field in self._attributes:  # may grow meanwhile
             key, uses = f".{unmangled(field.name)}", self.uses.of(field.kind)
             if uses.only_writes(key, field.value):
                 continue
