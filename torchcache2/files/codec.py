@@ -294,7 +294,7 @@ def _spans(head: bytes, groups: Sequence[_Group]) -> _Spans:
             size = (count + 7) // 8 if piece == _BITMAP else full if has_bitmap else count
             if is_packed := bool(flags >> piece & 1):
                 if size == 0:
-                    raise DamagedError("nothing that is compressed")
+                    raise DamagedError("an empty piece among the compressed ones")
                 begin, packed = packed, packed + size
             else:
                 begin, raw_end = raw_end, raw_end + size

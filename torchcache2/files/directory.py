@@ -2,9 +2,9 @@
 
 ::
 
-    <directory>/CACHEDIR.TAG                                  says that this is a cache, and of which format
-    <directory>/.lock                                         held by whoever deletes
-    <directory>/.runs                                         held by whoever writes runs
+    <directory>/CACHEDIR.TAG                                  marks a cache, and states its format
+    <directory>/.lock                                         locked by a process that deletes
+    <directory>/.runs                                         locked by a process that writes runs
     <directory>/<32 hex>.note                                 see `Notes`
     <directory>/<namespace, 32 hex>/fingerprint.json          what the namespace stands for
     <directory>/<namespace, 32 hex>/<ulid>.safetensors        segments
@@ -188,7 +188,7 @@ class CacheDirectory:
         except FileNotFoundError:
             return
         except NotADirectoryError:
-            where = "is a file" if self.fs.exists(self.path) else "leads through what is a file"
+            where = "is a file" if self.fs.exists(self.path) else "leads through a file"
             raise OptionError(f"{self.path!r} {where}: a cache directory is a folder of its own") from None
         except OSError as error:
             if error.errno not in _NO_PATH:
@@ -346,7 +346,7 @@ class CacheDirectory:
         self.fs.rename(path, path + CORRUPT)
 
     def lock_path(self) -> str:
-        """The file that deleting processes lock; `StrangeFileError` if it is no regular file."""
+        """The file that deleting processes lock; `StrangeFileError` if it is not a regular file."""
         path = os.path.join(self.path, LOCK)
         if not self.fs.is_file(path):
             with contextlib.suppress(FileExistsError):

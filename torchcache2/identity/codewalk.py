@@ -598,7 +598,7 @@ class CodeWalk(Encoder):
     # Modules and packages.
 
     def _in_package(self, module: types.ModuleType, value: Any, path: str) -> bytes:
-        """Bytes of what code takes from an installed module: its name, and code or data that users put there."""
+        """Bytes of what code takes from an installed module: its name, and users' code or data in it."""
         known = self.python_module(module, path)
         is_function = isinstance(value, types.FunctionType)
         if libraries.is_operator(value) or (is_function and self.origins.of(value) == "project"):

@@ -110,7 +110,7 @@ class Shards:
             yield from [tensor for tensor in every if tensor is not None]
 
     def buffers(self) -> dict[str, Tensor]:
-        """The unsharded buffers, by name. Parameters are no state, as they come and go when gathered."""
+        """The unsharded buffers, by name. Parameters are not state: gathering makes and frees them."""
         buffers: dict[str, Tensor] = {}
         for number, part in enumerate(self.parts()):
             for name, buffer in buffers_of(part).items():

@@ -203,7 +203,7 @@ def is_of_other_main(function: types.FunctionType) -> bool:
 
 
 def compiled(code: types.CodeType) -> str:
-    """Compiled code as text, in place of its source: independent of its position, but not of the Python version."""
+    """Compiled code as text, in place of its source: independent of its position, not of Python's version."""
     return f"{importlib.util.MAGIC_NUMBER.hex()} {_marshalled(_without_place(code)).hex()}"
 
 
