@@ -132,10 +132,10 @@ class Walk(CodeWalk):
     """Everything that a module or function computes with, as named parts.
 
     A nested walk gets the outer walk's `labels`, by id. `shards` decides about sharded modules. With
-    `reads_all`, even attributes that no code reads count. `methods` are the called methods of an object: unless
-    they are just a module's forward, all of its methods count. The `settings` name the
-    folder with remembered digests of files. A path in `places` counts as its number. `memos` are those of the
-    last walk, by id; None: memos count like other dicts.
+    `reads_all`, even attributes that no code reads count. `methods` are the called methods of an object:
+    unless they are just a module's forward, all of its methods count. The `settings` name the folder with
+    remembered digests of files. A path in `places` counts as its number. `memos` are those of the last walk,
+    by id; None: memos count like other dicts.
     """
 
     most_objects = most_before_bulk = 100_000
