@@ -12,7 +12,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 QUICK = $(addprefix tests/,core engine decorator/test_decorator.py decorator/test_forward.py identity/test_keys.py)
-NOT_TORCH = system cli tiers/disk project torch/zoo identity/test_xxh3.py identity/test_kernels.py
+NOT_TORCH = system cli tiers/disk project pages/test_ray.py torch/zoo identity/test_xxh3.py identity/test_kernels.py
 OF_TRANSFORMERS = $(addprefix pages/test_examples_,clip.py latents.py speech.py)  # and diffusers, of today
 # Beside them what needs no accelerator: files, data sets, pages, the memory of the host; and stand-ins for one.
 NOT_GPU = $(NOT_TORCH) core datasets files pages tiers engine/collective engine/test_pressure.py \
@@ -33,8 +33,8 @@ BETWEEN = $(patsubst python%,%,$(notdir $(OTHER_PYTHONS)))
 PEERS = stocaching==0.2.1 torch-module-cache==0.1.4 litdata==0.2.76 \
 	mosaicml-streaming==0.13.0 catalogue cramjam python-snappy zstd
 RUN = $(VENV)/bin/python -W error::SyntaxWarning
-# Two processes run tests; each takes some of the other's when it has none left.
-PARALLEL = -n 2 --dist worksteal
+# Four processes run tests, as many of them wait rather than compute; each takes some of the other's when it has none left.
+PARALLEL = -n 4 --dist worksteal
 # The tests are compiled once, not at every start: a third of the time that it takes to collect them.
 unexport PYTHONDONTWRITEBYTECODE
 
