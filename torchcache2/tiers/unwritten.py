@@ -48,7 +48,7 @@ class OwnRows:
     """A private copy of rows on the host; rows of an accelerator may arrive later.
 
     The `rows` may be on any device, and the caller may overwrite them afterwards. `slabs` provides the
-    memory. With `is_added`, a few small rows on the host are not copied here: `Pending.add` copies them, before
+    memory. With `is_added`, a few small rows on the host are left to `Pending.add`, which copies them before
     the caller continues.
     """
 
