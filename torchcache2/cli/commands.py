@@ -1,7 +1,7 @@
-"""The commands of `torchcache2`: what they take, ask and print.
+"""The commands of `torchcache2`: their arguments, questions and output.
 
-Results go to stdout, as a table or as JSON; questions, progress and errors go to stderr. Exit codes: 0; 1 if
-something is damaged, or was not done; 2 if the command cannot be carried out at all.
+Results go to stdout, as a table or as JSON; questions, progress and errors go to stderr. Exit codes: 0 for
+success, 1 if something is damaged or was not done, 2 if the command failed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torchcache2.files.errors import NewerFormatError
 if TYPE_CHECKING:
     from torchcache2.cli.report import Gone
 
-# Commands import what reads a directory when they run: it needs PyTorch, which takes a second to import.
+# Commands import their modules when they run: these need PyTorch, which takes a second to import.
 
 
 app = typer.Typer(
@@ -58,7 +58,7 @@ def _print_bad(files: Sequence[dict[str, str]]) -> None:
 
 
 def _print_deleted(gone: Sequence[Gone], names: Mapping[str, str], form: _Format) -> None:
-    """Print how much was deleted of each namespace, with the names of their classes."""
+    """Print how much was deleted in each namespace, with its class."""
     if form is _Format.json:
         out.print_json([{"class": names[one.namespace], **one._asdict()} for one in gone])
         return
@@ -168,7 +168,7 @@ def _verify(directory: _Dir = ".", form: _AsFormat = _Format.table) -> None:
         for one in contents:
             try:
                 if not one.files:
-                    cache.contents(one.namespace)  # `scan` leaves out what it may not read
+                    cache.contents(one.namespace)  # raises what `scan` suppresses
             except OSError as error:
                 found = trouble(error)
                 counts[found.state] += 1
@@ -207,8 +207,8 @@ def _prune(
 ) -> None:
     """Delete segments that are not in use until a size is reached.
 
-    Damaged files go first, then segments of the namespace that was not used for longest. Exit code 1 if more
-    than the size is in use.
+    Damaged files go first, then segments of the least recently used namespace. Exit code 1 if more than the
+    size is in use.
     """
     from torchcache2.cli import report
     from torchcache2.cli.report import folder
@@ -288,7 +288,7 @@ def _remove_in_bucket(url: str, names: Sequence[str] | None, form: _Format, *, a
                 f"be using them"
             )
             typer.confirm("Delete?", abort=True, err=True)
-        # A namespace loses what describes it last, so that nobody wonders what is left when this is stopped.
+        # Delete a namespace's description last, so that an interrupted deletion leaves no undescribed files.
         files = [(one.namespace, info) for one in contents for info in (*one.segments, *one.heads)]
         files += [(one.namespace, info) for one in contents for info in (*one.corrupt, *one.temporary)]
         files += [(one.namespace, info) for one in contents for info in (*one.runs, *one.packs, *one.others)]
@@ -300,7 +300,7 @@ def _remove_in_bucket(url: str, names: Sequence[str] | None, form: _Format, *, a
                     advance(sum(info.size for _, info in some))
             if not names and not any(one.files for one in cache.scan()):
                 cache.fs.remove(os.path.join(cache.path, TAG))
-        finally:  # also what is gone if the bucket has failed
+        finally:  # also after a fault of the bucket
             after = [cache.contents(one.namespace) for one in contents]
             _print_deleted(report.gone(contents, after), {one.id: one.name for one in found}, form)
 

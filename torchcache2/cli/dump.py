@@ -1,7 +1,7 @@
-"""The rows of a namespace as one plain safetensors file, for programs that know nothing of this library.
+"""Writes the rows of a namespace to one plain safetensors file, for other programs.
 
-docs/cli.md describes its content. Rows are decoded, and each is checked. They are copied some at a time, so
-that the file may be larger than the memory; the index of each segment is in memory as a whole.
+docs/cli.md describes its content. Each row is decoded and checked. Rows are copied in pieces, so that the
+file may be larger than memory; the index of each segment is whole in memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torchcache2.files.filesystem import Descriptor, Descriptors, FileSystem, wr
 from torchcache2.files.layout import DTYPES, nbytes_of, read_head, read_size
 from torchcache2.files.segment import Segment, empty_columns
 
-_VALUES = {  # dtype of values that are no tensors, and their shape
+_VALUES = {  # dtype and shape of values other than tensors
     "bool": ("BOOL", ()),
     "int": ("I64", ()),
     "float": ("F64", ()),
@@ -48,9 +48,9 @@ class Column:
         The number of the leaf.
     name : str
     dtype : str
-        As safetensors has it.
+        Name of the dtype in safetensors.
     unit : tuple of int
-        What comes behind the shape of a row: the parts of an element that safetensors does not know.
+        Further dimensions of a row, for elements that safetensors does not support, such as complex ones.
     unit_bytes : int
         Bytes of an element.
     extents : ndarray of int64, shape (n, dimensions)
@@ -58,7 +58,7 @@ class Column:
     is_ragged : bool
         Whether shapes may differ.
     row_bytes, starts : ndarray of int64, shapes (n,), (n + 1,)
-        How many bytes each row has, and where they begin.
+        Size and start of each row, in bytes.
     """
 
     leaf: int
@@ -74,16 +74,16 @@ class Column:
         self.starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.row_bytes)])
 
     def place(self, piece: Array, first: int, positions: Array, values: Array) -> None:
-        """Copy rows, uint8 ``(m, bytes)``, to where they belong in a piece that begins with row `first`."""
+        """Copy rows, uint8 ``(m, bytes)``, to their places in a piece that begins with row `first`."""
         if not self.is_ragged:
-            if values.size:  # else numpy could not tell how many rows without bytes there are
+            if values.size:  # else `reshape` could not infer the number of rows
                 piece.reshape(-1, values.shape[1])[positions - first] = values
             return
         for start, value in zip((self.starts[positions] - self.starts[first]).tolist(), values, strict=True):
             piece[start : start + len(value)] = value
 
     def add_to(self, tensors: Tensors, prefix: str) -> dict[str, str]:
-        """Add the tensors; what each holds, and its name. The bytes of ``tensor`` are still to be written."""
+        """Add the tensors; returns their names by content. The bytes of ``tensor`` must still be written."""
         count, dimensions = self.extents.shape
         if not self.is_ragged:
             shape = tuple(self.extents[0].tolist())
@@ -103,7 +103,7 @@ class Column:
 
 
 def leaf_columns(leaves: Sequence[Leaf], names: Sequence[str], extents: Sequence[Array]) -> list[Column]:
-    """The columns of leaves whose rows have these shapes, each ``(n, dimensions)``; None has no column."""
+    """The columns of leaves with these shapes of rows, each ``(n, dimensions)``; None has no column."""
     columns = []
     for number, (leaf, name, shapes) in enumerate(zip(leaves, names, extents, strict=True)):
         if leaf.kind == "none":
@@ -114,7 +114,7 @@ def leaf_columns(leaves: Sequence[Leaf], names: Sequence[str], extents: Sequence
             dtype, unit = _VALUES[leaf.kind]
             unit_bytes, shapes, is_ragged = leaf.row_bytes, shapes[:, :0], False
         elif leaf.kind != "tensor":
-            dtype, is_ragged = "U8", True  # also if all happen to have one length
+            dtype, is_ragged = "U8", True  # even if all lengths are equal
         elif leaf.stored in _COMPLEX:
             dtype, unit = _COMPLEX[leaf.stored], (2,)
         elif str(leaf.stored)[6:] in DTYPES:
@@ -126,13 +126,13 @@ def leaf_columns(leaves: Sequence[Leaf], names: Sequence[str], extents: Sequence
 
 
 class Tensors:
-    """The tensors of a safetensors file, in the order in which they lie: those of wide elements first.
+    """The tensors of a safetensors file, in file order: wide elements first.
 
     Attributes
     ----------
     nbytes : int
     starts : dict of str to int
-        Where each begins, behind the header; they are there when the header has been written.
+        Start of each, after the header; known once the header is written.
     """
 
     def __init__(self) -> None:
@@ -168,14 +168,14 @@ class Tensors:
         return end
 
 
-_AT_ONCE = 128 << 20  # bytes of rows that are in memory
+_AT_ONCE = 128 << 20  # bytes of rows in memory at once
 _UNSTEADY = Verdict("damaged", reason="reads differently each time")
 Progress = Callable[[int], AbstractContextManager[Callable[[int], None]]]
 
 
 @dataclasses.dataclass
 class Dumped:
-    """The rows and bytes that were written, and the segments that were left out."""
+    """The rows and bytes written, and the segments left out."""
 
     rows: int = 0
     nbytes: int = 0  # of the file
@@ -203,7 +203,7 @@ class _Part:
 
 
 class _Group:
-    """The rows of one structure, in the order of the file: each is a row of one of the parts."""
+    """The rows of one structure, in file order: each is a row of one of the parts."""
 
     def __init__(self, parts: Sequence[_Part], of: Array, rows: Array) -> None:
         self.parts, self.of, self.rows = parts, of, rows
@@ -218,7 +218,7 @@ class _Group:
         self.row_bytes = sum((column.row_bytes for column in self.columns), np.zeros(len(rows), np.int64))
 
     def _by_part(self, first: int, end: int) -> Iterator[tuple[_Part, Array]]:
-        """Each part that has some of these rows, and where they are in the file."""
+        """Each part with some of these rows, and their positions in the file."""
         order = np.argsort(self.of[first:end], kind="stable")
         numbers = self.of[first:end][order]
         bounds = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), end - first]
@@ -226,7 +226,7 @@ class _Group:
             yield self.parts[numbers[begin]], first + order[begin:stop]
 
     def windows(self) -> Iterator[tuple[int, int]]:
-        """Rows as many as are in memory at once: the first of them, and the one behind the last."""
+        """Ranges of rows that fit in memory: first row, and the row after the last."""
         ends, first = np.cumsum(self.row_bytes), 0
         while first < len(ends):
             done = int(ends[first - 1]) if first else 0
@@ -235,14 +235,14 @@ class _Group:
             first = end
 
     def read(self, first: int, end: int) -> list[tuple[Column, Array]]:
-        """For each column the bytes of some rows; `_Refused` if a segment is damaged."""
+        """The bytes of some rows for each column; `_Refused` if a segment is damaged."""
         pieces = [np.empty(int(one.starts[end] - one.starts[first]), np.uint8) for one in self.columns]
         parts = list(self._by_part(first, end))
         for part, positions in parts:
             try:
                 part.segment.read_ahead(self.rows[positions])
             except OSError:
-                continue  # what is the matter is found when rows are read
+                continue  # reading the rows reports it
         for part, positions in parts:
             rows = self.rows[positions]
             for schema, which in part.segment.schemas(rows):
@@ -260,11 +260,11 @@ class _Group:
 
 
 def dump(directory: CacheDirectory, contents: Contents, path: str, progress: Progress) -> Dumped:
-    """Write the rows of a namespace to a new file, which is whole or not there.
+    """Write the rows of a namespace to a new file, which appears whole or not at all.
 
-    A segment that is damaged, or cannot be read here, is left out, and named in the result.
-    ``progress(total)`` is entered before `total` bytes are written; what it yields is called with the number
-    of bytes done. A file that exists is an `OptionError`.
+    Leaves out segments that are damaged or unreadable, and names them in the result. Enters
+    ``progress(total)`` before writing `total` bytes, and calls what it yields with the number of new bytes.
+    `OptionError` if the file exists.
     """
     fs, path, done = FileSystem(), os.path.abspath(path), Dumped()
     if fs.exists(path):
@@ -276,11 +276,11 @@ def dump(directory: CacheDirectory, contents: Contents, path: str, progress: Pro
         def fill(file: Descriptor, temporary: str, parts: Sequence[_Part] = parts) -> None:
             _write(fs, file, directory, contents.namespace, parts, done, progress)
             with safetensors.safe_open(temporary, framework="np"):
-                pass  # that library reads the header of what has been written
+                pass  # safetensors checks the header written
 
         try:
             write_whole(fs, path, fill, stem=f"{path}.", suffix=".tmp", replaces=False)
-        except _Refused as error:  # once more without it: another segment may have these rows
+        except _Refused as error:  # try again without it: another segment may have these rows
             done.refused[error.name] = error.found
         else:
             return done
@@ -293,7 +293,7 @@ def _length(directory: CacheDirectory, namespace: str) -> int | None:
 
 
 def _parts(directory: CacheDirectory, contents: Contents, done: Dumped) -> list[_Part]:
-    """The segments that can be opened, the oldest first."""
+    """The readable segments, oldest first."""
     fs, descriptors, found, limit = directory.fs, Descriptors(directory.fs), [], row_limit()
     for info in sorted(contents.segments):
         name = f"{contents.namespace}/{info.name}"
@@ -312,7 +312,7 @@ def _parts(directory: CacheDirectory, contents: Contents, done: Dumped) -> list[
 
 
 def _structure(fs: FileSystem, path: str) -> str:
-    """The common part of segments whose rows go together: the structure, and leaves without shapes."""
+    """The part that segments must share for their rows to be joined: structure, and leaves without shapes."""
     head, size = read_head(fs, path)
     end = 8 + read_size(head[:8], size)
     schema = json.loads(json.loads(head[8:end])["__metadata__"]["schema"])
@@ -352,7 +352,7 @@ def _write(
             for column, of_leaf in zip(group.columns, names, strict=True):
                 said["leaves"][column.leaf].update(of_leaf)
         described.append(said)
-    fingerprint = directory.fingerprint(namespace)  # arguments, which may be secrets, are left out
+    fingerprint = directory.fingerprint(namespace)  # arguments, which may be secrets, are omitted
     metadata = {
         "written_by": f"torchcache2 dump {__version__}",
         "namespace": namespace,
@@ -375,8 +375,8 @@ def _write(
 def _ordered(parts: Sequence[_Part], length: int | None) -> tuple[Array, Array, Array, Array | None]:
     """The rows in the order of the file, each key once.
 
-    Keys (n, 16), numbers of parts (n,), rows in these (n,), and for a dataset the indices (n,): -1 for keys
-    that are of no int, which come last.
+    Returns keys (n, 16), numbers of parts (n,), rows in these (n,), and for a dataset indices (n,), with -1
+    for keys of no int, which come last.
     """
     counts = [len(part.segment) for part in parts]
     keys = np.concatenate([np.empty((0, 16), np.uint8), *map(_keys, parts)])

@@ -20,7 +20,7 @@ _UNITS = ("KB", "MB", "GB", "TB", "PB")
 
 
 def say(text: str) -> None:
-    """Print a line of the result, even if the terminal lacks some of its letters."""
+    """Print a line of the result, even if the terminal lacks some of its characters."""
     encoding = sys.stdout.encoding or "utf-8"
     print(text.encode(encoding, "backslashreplace").decode(encoding))
 
@@ -65,7 +65,7 @@ def print_pairs(pairs: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar of bytes, in a terminal; call what it yields with the number of bytes done."""
+    """A progress bar of bytes, in a terminal; yields a function to call with the number of new bytes."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return
@@ -76,7 +76,7 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def prefixes(names: Sequence[str]) -> list[str]:
-    """The first characters of each name, as many as tell it from the others."""
+    """The shortest distinct prefixes of names."""
     length = _LEAST_PREFIX
     while len({name[:length] for name in names}) < len(set(names)):
         length += 1
@@ -104,7 +104,7 @@ def ratio(value: float | None) -> str:
 
 
 def ago(seconds: float | None) -> str:
-    """How long ago a time is, which is given in seconds since the epoch."""
+    """How long ago a time (in seconds since the epoch) is."""
     if seconds is None:
         return "-"
     passed = max(0.0, time.time() - seconds)

@@ -38,7 +38,7 @@ class Verdict(NamedTuple):
     """Whether a segment is intact.
 
     It is "unreadable" if the system refuses to read it, "unchecked" if this process cannot tell, and "gone"
-    if somebody has deleted it.
+    if it was deleted.
     """
 
     state: State
@@ -47,14 +47,14 @@ class Verdict(NamedTuple):
 
 
 def row_limit() -> int:
-    """Bytes that a row may have to be checked: a quarter of what is free, so that no file can take it all."""
+    """Most bytes of a row to check: a quarter of free memory, so that no file can take all of it."""
     return max(_LEAST_LIMIT, (free_memory(torch.device("cpu")) or 0) // 4)
 
 
 def verdict(fs: FileSystem, path: str, namespace: str, limit: int) -> Verdict:
     """Read all of a segment, which must belong to a namespace, and compare every checksum.
 
-    `namespace` is 32 hexadecimal digits, and `limit` the bytes that a row may have.
+    `namespace` is 32 hexadecimal digits, and `limit` the most bytes of a row.
     """
     try:
         segment = Segment.open(fs, Descriptors(fs), path, limit=limit, structured=False)
@@ -98,12 +98,12 @@ def trouble(error: Exception) -> Verdict:
 
 
 def printable(text: str) -> str:
-    """Text from a file, cut if it is long, and without characters that would control a terminal."""
+    """Text from a file, shortened if long, without terminal control characters."""
     short = text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 1] + "…"
     return "".join(letter if letter.isprintable() else "?" for letter in short)
 
 
-_ANY = 2**63  # bytes that a row may have: any number, as only the index is read
+_ANY = 2**63  # no limit on bytes of a row, as only the index is read
 _BASE_32 = str.maketrans("JKMNPQRSTVWXYZ", "IJKLMNOPQRSTUV")  # from the letters of a ULID to those of `int`
 
 
@@ -123,7 +123,7 @@ class Namespace:
     nbytes: int  # of all files
     created: float | None  # seconds since the epoch, as the next
     last_used: float | None
-    in_use: bool | None  # by a living process; None if that cannot be told here
+    in_use: bool | None  # by a living process; None if unknown
 
     @property
     def ratio(self) -> float | None:
@@ -132,7 +132,7 @@ class Namespace:
 
     @property
     def title(self) -> str:
-        """The name for people; of a dataset also the name that it was given, and its length."""
+        """The name for people; for a dataset, including its given name and length."""
         said = {} if self.dataset is None else self.dataset
         name, length, share = f" {said['name']}" if said.get("name") else "", "", ""
         if said.get("filled") is not None:
@@ -178,7 +178,7 @@ def existing(path: str, fs: FileSystem) -> CacheDirectory:
 
 
 def namespace(directory: CacheDirectory, contents: Contents) -> Namespace:
-    """Read what there is to say about a namespace, from the indices of its segments without their rows."""
+    """Collect facts about a namespace from the indices of its segments, without reading rows."""
     rows = row_bytes = stored = unreadable = 0
     codecs: collections.Counter[str] = collections.Counter()
     dataset, keys = _dataset(directory.fingerprint(contents.namespace).get("dataset")), list[Array]()
@@ -200,7 +200,7 @@ def namespace(directory: CacheDirectory, contents: Contents) -> Namespace:
         stored += segment.nbytes
         codecs[segment.layout.codec] += 1
     if dataset is not None:
-        length = dataset["length"]  # the share is 1.0 only if all samples are there
+        length = dataset["length"]  # 1.0 only if all samples are there
         dataset["filled"] = None if length is None else math.floor(1e4 * filled(length, keys)) / 1e4
     return Namespace(
         id=contents.namespace,
@@ -215,7 +215,7 @@ def namespace(directory: CacheDirectory, contents: Contents) -> Namespace:
         codecs=dict(sorted(codecs.items())),
         created=_created(directory.fingerprint(contents.namespace).get("created"), contents),
         last_used=contents.last_used or None,
-        # A bucket has no locks, so nobody knows who uses it.
+        # A bucket has no locks, so its users are unknown.
         in_use=None if is_url(directory.path) else in_use(directory, contents.namespace),
     )
 
@@ -227,7 +227,7 @@ def name(directory: CacheDirectory, namespace: str) -> str:
 
 
 def _dataset(stated: Any) -> dict[str, Any] | None:
-    """The fields that a file has for a dataset; unknown ones are left out."""
+    """The known fields of a dataset's description."""
     if not isinstance(stated, dict):
         return None
     texts = {key: stated.get(key) for key in ("name", "version")}
@@ -247,14 +247,14 @@ class Gone(NamedTuple):
 
 
 def chosen(cache: CacheDirectory, names: Sequence[str] | None) -> list[Contents]:
-    """The namespaces that begin with these names, each once; all if there are no names."""
+    """The namespaces that begin with these names, each once; None: all."""
     contents = cache.scan()
     some = {one.namespace: one for name in names or () for one in [matching(cache, contents, name)]}
     return list(some.values()) if names else contents
 
 
 def matching(cache: CacheDirectory, contents: Sequence[Contents], start: str) -> Contents:
-    """The namespace that begins so; an `OptionError` if there is none, or another one that does."""
+    """The only namespace that begins with `start`; `OptionError` if there is none, or several."""
     found = [one for one in contents if start and one.namespace.startswith(start)]
     if not found:
         raise OptionError(f"there is no namespace {start!r} in {cache.path}")
@@ -301,7 +301,7 @@ def totals(directory: CacheDirectory, contents: list[Contents]) -> dict[str, Any
 
 
 def _foreign(directory: CacheDirectory, contents: list[Contents]) -> int:
-    """Names in the directory and in its namespaces that are not the cache's, and are left alone."""
+    """How many names in the directory and its namespaces are not the cache's."""
     count = sum(not is_ours(info) for info in directory.fs.listing(directory.path))
     for one in contents:
         known = {info.name for info in one.files}
@@ -339,14 +339,14 @@ _OPTIONS = ": for the command line, variables such as FSSPEC_S3_KEY, or fsspec's
 
 @contextlib.contextmanager
 def opened(path: str) -> Iterator[CacheDirectory]:
-    """The cache directory at a path or URL; an error if there is none, or if the bucket cannot be reached."""
+    """The cache directory at a path or URL; raises if there is none, or the bucket cannot be reached."""
     if not is_url(path):
         yield existing(path, FileSystem())
         return
     with _told():
         bucket = Bucket.of(path, option="DIR")
     url = bucket.url
-    objects = Objects(bucket, ToldOnce(lambda _: False))  # a fault is an error here, and no warning
+    objects = Objects(bucket, ToldOnce(lambda _: False))  # here, a fault is an error, not a warning
     try:
         with _told():
             objects.check()
@@ -355,9 +355,7 @@ def opened(path: str) -> Iterator[CacheDirectory]:
             names = [info.name for info in cache.fs.listing(cache.path)]
         except FileNotFoundError:
             raise OptionError(f"{url!r} does not exist") from None
-        if (
-            TAG not in names and not cache.scan()
-        ):  # objects of others may be beside ours, with and without a tag
+        if TAG not in names and not cache.scan():  # other programs' objects may be beside ours
             raise OptionError(
                 f"{cache.path!r} is not a cache directory: it has neither {TAG} nor a namespace"
             )
@@ -373,14 +371,14 @@ def folder(path: str, command: str) -> CacheDirectory:
 
 
 def check_folder(path: str, command: str) -> None:
-    """Raise an `OptionError` if a path is a URL, which is not shown, as there may be a password in it."""
+    """Raise `OptionError` if a path is a URL, without showing it, as it may contain a password."""
     if is_url(path):
         raise OptionError(f"`torchcache2 {command}` takes a folder, not a URL: copy what is there")
 
 
 @contextlib.contextmanager
 def _told() -> Iterator[None]:
-    """Has an error that is about `storage_options` say where the command line takes them from."""
+    """Extends errors about `storage_options` by where the command line takes them from."""
     try:
         yield
     except OptionError as error:

@@ -13,12 +13,11 @@
         ├── UnhashableArgumentError (TypeError)
         └── OutputError (ValueError)
 
-The first two are a programmer's mistakes, and are raised at once. The third is raised where there are samples
-without the dataset that could load them again, the fourth where ranks call in step and one has failed, and
-the fifth where an item has to be computed and all weights are on another device. The others are raised only
-under ``strict=True`` and in a warmup: otherwise a call that cannot be cached is passed to the plain forward,
-with one warning. Other faults of storage or network are never exceptions: they are counted misses and one
-warning.
+The first two are a programmer's mistakes, and are raised at once. The third means that samples served without
+their dataset are missing; the fourth that ranks in step cannot continue; the fifth that an item must be
+computed while all weights are on another device. The others are raised only under ``strict=True`` and in a
+warmup: otherwise a call that cannot be cached runs the plain forward, with one warning. Other faults of
+storage or network are never exceptions, but counted misses and one warning.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from typing import Any
 class TorchcacheError(Exception):
     """The base of all exceptions of this library."""
 
-    __module__ = "torchcache2"  # pickles name this public path, so the files of public classes may move
+    __module__ = "torchcache2"  # the path in pickles, so that files may move
 
 
 class OptionError(TorchcacheError, ValueError):
-    """An option does not exist, or cannot have this value."""
+    """An option does not exist, or has an invalid value."""
 
     __module__ = "torchcache2"
 
@@ -46,18 +45,18 @@ class DecorationError(TorchcacheError, TypeError):
 
 
 class MissingSampleError(TorchcacheError, LookupError):
-    """A sample is missing, and there is no dataset that could load it."""
+    """A sample is missing, and there is no dataset to load it from."""
 
     __module__ = "torchcache2"
 
 
 class RankError(TorchcacheError, RuntimeError):
-    """With ``distributed="collective"``: another rank failed, ended, did not come, or is out of step.
+    """With ``distributed="collective"``: another rank failed, ended, did not arrive, or is out of step.
 
     Attributes
     ----------
     rank : int or None
-        The number of that rank in the process group; None if there are several, or if it is unknown.
+        That rank's number in the process group; None if there are several, or it is unknown.
     """
 
     __module__ = "torchcache2"
@@ -71,7 +70,7 @@ class RankError(TorchcacheError, RuntimeError):
 
 
 class DeviceError(TorchcacheError, RuntimeError):
-    """An item has to be computed, but its batch and all weights are on different devices."""
+    """An item must be computed, but its batch and all weights are on different devices."""
 
     __module__ = "torchcache2"
 
@@ -101,7 +100,7 @@ class OutputError(NotCachedError, ValueError):
 
 
 def hint(value: object) -> str:
-    """The advice for a value of a well-known kind that cannot be cached; empty if there is none."""
+    """Advice for a well-known kind of value that cannot be cached; empty if there is none."""
     kind = type(value)
     if kind.__name__.endswith("Cache") and kind.__module__.startswith("transformers."):
         return "; pass use_cache=False to have the call cached"
@@ -109,12 +108,12 @@ def hint(value: object) -> str:
 
 
 def require(library: str, extra: str, wanted: str) -> Any:
-    """Import a library that only some options need; an `OptionError` says how to install it.
+    """Import a library that only some options need; `OptionError` says how to install it.
 
     `extra` is the extra of this package that installs it, and `wanted` the option as the user has written it.
     """
     try:
-        __import__(library)  # unlike `importlib`, it takes no lock if the library is imported already
+        __import__(library)  # unlike `importlib`, takes no lock if already imported
         return sys.modules[library]
     except ImportError as error:
         raise OptionError(

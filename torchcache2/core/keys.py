@@ -1,4 +1,4 @@
-"""`Keys`: the keys of a batch, keys of ints, and the types of numpy arrays."""
+"""`Keys`: the keys of a batch, keys of ints, and types of NumPy arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 Array = np.ndarray[Any, np.dtype[Any]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]  # (size,)
 Bytes2D = np.ndarray[Any, np.dtype[np.uint8]]  # (n, bytes of a row)
-Flags = np.ndarray[Any, np.dtype[np.bool_]]  # (n,): what is true of each item of a batch
+Flags = np.ndarray[Any, np.dtype[np.bool_]]  # (n,): a flag for each item of a batch
 Words = np.ndarray[Any, np.dtype[np.uint64]]  # (n, 2): keys as two little-endian numbers
 Positions = np.ndarray[Any, np.dtype[np.int64]]  # (n,): places in a batch
 Ordinals = np.ndarray[Any, np.dtype[np.int64]]  # (n,): numbers that a `KeyIndex` gives to keys
@@ -28,12 +28,11 @@ class Keys:
     Attributes
     ----------
     namespace : bytes
-        16 bytes that say who computes.
+        16 bytes that identify the computation.
     data : ndarray of uint8, shape (n, 16)
         One key per item, C-contiguous.
     group : bytes
-        A digest of what all items share, such as their shape; empty if unknown. A key always belongs to the
-        same group.
+        A digest of what all items share, such as their shape; empty if unknown. Equal keys have equal groups.
     """
 
     __module__ = "torchcache2"
@@ -64,12 +63,12 @@ class Keys:
         return Keys(self.namespace, self.data[positions], self.group)
 
     def first_positions(self) -> tuple[Positions, Positions] | None:
-        """The position where each distinct key comes first, and which of these each key equals.
+        """The first position of each distinct key, and for each key the index of its distinct key.
 
         None if all keys differ.
         """
         words = self.words
-        low = np.sort(words[:, 0])  # sorting is several times as fast as `unique`
+        low = np.sort(words[:, 0])  # sorting is several times faster than `unique`
         if not (low[1:] == low[:-1]).any():
             return None
         whole = words.view(np.dtype([("low", "<u8"), ("high", "<u8")])).reshape(-1)
@@ -80,12 +79,11 @@ class Keys:
         return first[order].astype(np.int64), rank[inverse.reshape(-1)].astype(np.int64)
 
 
-# Keys of ints, such as the indices of samples: 16 bytes each, as docs/format.md has them. A key is made of
-# two mixers, each of which takes different ints to different numbers, so that no two ints have one key, and
-# the int can be found from the key.
+# Keys of ints, such as indices of samples: 16 bytes each, see docs/format.md. Two mixers make the halves of a
+# key. Both are bijective, so no two ints share a key, and the int can be computed from the key.
 
-# For each half of a key its constants: those of splitmix64 (Steele, Lea, Flood 2014), with variant 13 of
-# Stafford's mixers (2011), and of MurmurHash3's finalizer (Appleby 2011), with another increment before it.
+# The constants of each half: of splitmix64 (Steele, Lea, Flood 2014), with variant 13 of Stafford's mixers
+# (2011), and of MurmurHash3's finalizer (Appleby 2011), after another increment.
 _INCREMENTS = np.array([0x9E3779B97F4A7C15, 0xD1B54A32D192ED03], np.uint64)
 _STEPS = (
     (np.array([30, 33], np.uint64), np.array([0xBF58476D1CE4E5B9, 0xFF51AFD7ED558CCD], np.uint64)),
@@ -105,14 +103,14 @@ def int_keys(namespace: bytes, indices: Positions) -> Keys:
 
 
 _MASK = (1 << 64) - 1
-_LOW, _HIGH = (  # the constants of a half as ints: its increment, and its shifts and factors in turn
+_LOW, _HIGH = (  # the constants of a half as ints: increment, then shifts and factors alternating
     [int(_INCREMENTS[half]), *(int(x[half]) for step in _STEPS for x in step), int(_LAST_SHIFTS[half])]
     for half in range(2)
 )
 
 
 def int_key(index: int) -> tuple[int, int]:
-    """The two words of the key of one int of 64 bits, as `int_keys` makes them."""
+    """The two words of the key of one 64-bit int, as in `int_keys`."""
     low, high = _mixed(index, *_LOW), _mixed(index, *_HIGH)
     return low, high
 
@@ -125,8 +123,8 @@ def _mixed(index: int, increment: int, s1: int, f1: int, s2: int, f2: int, s3: i
 
 
 def indices_of(keys: Array) -> tuple[Positions, Array]:
-    """The ints whose keys these are, uint8 ``(n, 16)``, and whether each is the key of an int at all."""
-    mixed = keys.view("<u8")[:, 0].astype(np.uint64)  # the first half alone tells ints apart
+    """The ints with these keys, uint8 ``(n, 16)``, and whether each is the key of an int at all."""
+    mixed = keys.view("<u8")[:, 0].astype(np.uint64)  # the first half alone determines the int
     mixed = _unshifted(mixed, _LAST_SHIFTS[0])
     for shifts, factors in reversed(_STEPS):
         mixed = _unshifted(mixed * np.uint64(pow(int(factors[0]), -1, 1 << 64)), shifts[0])
@@ -135,13 +133,13 @@ def indices_of(keys: Array) -> tuple[Positions, Array]:
 
 
 def filled(length: int, keys: Sequence[Array]) -> float:
-    """Which share of the ints from 0 to `length` - 1 has one of some keys, each uint8 ``(n, 16)``."""
+    """The share of the ints from 0 to `length` - 1 whose keys are among `keys`, each uint8 ``(n, 16)``."""
     indices, are_ints = indices_of(np.concatenate([np.empty((0, 16), np.uint8), *keys]))
     there = np.unique(indices[are_ints & (indices >= 0) & (indices < length)])
     return len(there) / length if length else 1.0
 
 
 def _unshifted(mixed: Array, shift: np.uint64) -> Array:
-    """What gives `mixed` when it is shifted to the right, and both are combined by exclusive or."""
+    """The inverse of ``x ^ (x >> shift)``."""
     undone: Array = mixed ^ (mixed >> shift) ^ (mixed >> (shift + shift))
     return undone

@@ -1,7 +1,7 @@
 """Logging: the ``torchcache2`` logger, configured by environment variables or from code.
 
-Only the ``torchcache2`` logger is ever touched, never the root logger. It does not propagate, so that
-an application that has handlers does not print every line twice.
+Only the ``torchcache2`` logger is configured, never the root logger. It does not propagate, so that
+applications with handlers do not print every line twice.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _LEVELS = "DEBUG, INFO, WARNING, ERROR, CRITICAL"
 
 
 class ToldOnce:
-    """Logs each thing the first time only, however often it happens.
+    """Logs each kind of event only the first time.
 
-    `is_first(what)` says whether no other process has logged it; without it, each process does.
+    `is_first(what)` returns whether no other process has logged it; None: each process logs.
     """
 
     def __init__(self, is_first: Callable[[str], bool] | None = None) -> None:
@@ -37,9 +37,9 @@ class ToldOnce:
     def __call__(
         self, what: str, message: str, *args: object, log: Callable[..., None] = logger.warning
     ) -> None:
-        """Log a message, unless one with the same `what` has been logged before."""
+        """Log a message, unless one with the same `what` was logged before."""
         mine = object()
-        # `setdefault` is atomic, so that of two threads only one tells.
+        # `setdefault` is atomic, so only one of two threads logs.
         is_mine = self._told.setdefault(what, mine) is mine
         if is_mine and (self._is_first is None or self._is_first(what)):
             log(message, *args)
@@ -55,21 +55,21 @@ def listed(names: Collection[str]) -> str:
 
 
 def shown(value: object) -> str:
-    """A value for a message, as Python prints it if that is short; of modules and tensors, what they are."""
+    """A value for a message, shortened if long; for modules and tensors, only type and shape."""
     return _SHORT.repr(value)
 
 
 class _Short(reprlib.Repr):
     def __init__(self) -> None:
         super().__init__()
-        self.maxstring, self.maxother, self.maxlong = 500, 300, 100  # paths have to be whole
+        self.maxstring, self.maxother, self.maxlong = 500, 300, 100  # paths must be whole
 
     def repr1(self, x: Any, level: int) -> str:
-        torch: Any = sys.modules.get("torch")  # to import it takes seconds
+        torch: Any = sys.modules.get("torch")  # importing it takes seconds
         if torch is not None and isinstance(x, (torch.nn.Module, torch.Tensor)):
             is_plain = type(x) in (torch.Tensor, torch.nn.Parameter)
             return f"<{type(x).__qualname__}{f' {tuple(x.shape)}' if is_plain else ''}>"
-        is_builtin = type(x).__module__ == "builtins"  # the base class goes by the names of types alone
+        is_builtin = type(x).__module__ == "builtins"  # the base class decides by type names alone
         return super().repr1(x, level) if is_builtin else self.repr_instance(x, level)
 
 
@@ -85,20 +85,20 @@ def set_logger_config(
 ) -> None:
     """Configure the ``torchcache2`` logger, replacing its handlers.
 
-    Arguments that are left out come from the environment variable, then from the default.
+    Omitted arguments come from the environment variable, else from the default.
 
     Parameters
     ----------
     level : int or str, optional
-        ``TORCHCACHE_LOG_LEVEL``; default ``WARNING``. A level that does not exist is warned about
-        and replaced by the default.
+        ``TORCHCACHE_LOG_LEVEL``; default ``WARNING``. An unknown level causes a warning and becomes the
+        default.
     fmt, datefmt : str, optional
         ``TORCHCACHE_LOG_FMT`` and ``TORCHCACHE_LOG_DATEFMT``, as in `logging.Formatter`.
     stream : file object, optional
         Where lines go; default: standard error as it is when the line is written.
     filename : path, optional
-        ``TORCHCACHE_LOG_FILE``; lines are appended to this file as well. A file that cannot be
-        opened is warned about and left out.
+        ``TORCHCACHE_LOG_FILE``; lines are also appended to this file. If it cannot be opened, a warning says
+        so.
     """
     environ = os.environ
     fmt = fmt or environ.get("TORCHCACHE_LOG_FMT") or DEFAULT_FMT
@@ -134,7 +134,7 @@ def set_logger_config(
         logger.warning(problem)
 
 
-set_logger_config.__module__ = "torchcache2"  # the path that pickles name, wherever this file is
+set_logger_config.__module__ = "torchcache2"  # the path in pickles, wherever this file is
 
 
 def _level_number(level: int | str) -> int | None:

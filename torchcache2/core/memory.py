@@ -15,30 +15,26 @@ from torch import Tensor
 
 from torchcache2.core.keys import Array, Bytes2D
 
-# Copies between an accelerator and the host, which start together and are waited for once.
+# Copies between an accelerator and the host, started together, with one wait for all.
 #
-# Copies to and from page-locked ("pinned") host memory run while the host goes on, in the order of the
-# stream that they were started on. Before the event of a copy has passed, its target must not be read, and
-# its source must not be freed: `Arriving` refers to both. Torch's allocator of pinned memory gives out a
-# buffer again only after the copies that read it.
+# Copies to and from page-locked ("pinned") host memory run asynchronously, in the order of their stream.
+# Until a copy's event has passed, its target must not be read, and its source must not be freed: `Arriving`
+# keeps both. Torch's allocator reuses a pinned buffer only after the copies that read it. Only CUDA is
+# asynchronous here (and ROCm, which torch also calls CUDA). Copies to other devices wait.
 #
-# Only CUDA is asynchronous here, and ROCm, which torch also calls CUDA. Copies to other devices are waited
-# for.
-#
-# Each device has a current stream of its own in each thread. Torch uses that of the device where the
-# tensors are, whichever device is current; `Runtime.current` is for what does not, such as kernels of
-# Triton.
+# Each thread has a current stream for each device. Torch uses the stream of the tensors' device, whichever
+# device is current; Triton's kernels, for example, do not, and need `Runtime.current`.
 
 
 class Runtime:
-    """The functions of an accelerator that are used here: pinned memory, copies that do not wait, events."""
+    """The functions of an accelerator that we use: pinned memory, asynchronous copies, events."""
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether a tensor is on the accelerator."""
         return tensor.is_cuda
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Fresh page-locked memory; ordinary memory where the system gives no more of it."""
+        """Fresh page-locked memory; ordinary memory if the system refuses."""
         try:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
         except RuntimeError:
@@ -69,17 +65,17 @@ class Runtime:
         return torch.cuda.device(device) if self.has_streams(device) else nullcontext()
 
     def event(self, device: torch.device) -> Any:
-        """An event that passes when everything is done that was started on the device's current stream."""
+        """An event that passes once all work so far on the device's current stream is done."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
         return event
 
     def wait(self, event: Any, device: torch.device) -> None:
-        """Have the device's current stream wait for an event; the host does not."""
+        """Make the device's current stream wait for an event, without blocking the host."""
         torch.cuda.current_stream(device).wait_event(event)
 
     def keep_for_stream(self, tensor: Tensor) -> None:
-        """Keep the memory of a tensor from being reused before all work on the current stream is done."""
+        """Keep a tensor's memory from being reused before all current work on this stream is done."""
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
@@ -87,7 +83,7 @@ CUDA = Runtime()
 
 
 class Arriving:
-    """Tensors that are being copied to the host; those that are there already stay as they are."""
+    """Tensors being copied to the host; those already there are used as they are."""
 
     def __init__(self, tensors: Sequence[Tensor], runtime: Runtime = CUDA) -> None:
         self._sources: list[Tensor] = []
@@ -104,16 +100,16 @@ class Arriving:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether all have arrived, so that `wait` returns at once."""
+        """Whether all tensors have arrived, so that `wait` returns at once."""
         return all(event.query() for event in self._events)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are being copied; 0 when all have arrived."""
+        """Bytes being copied; 0 once all have arrived."""
         return sum(tensor.nbytes for tensor in self._tensors) if self._events else 0
 
     def wait(self) -> list[Tensor]:
-        """Wait until all have arrived; returns the tensors on the host."""
+        """Wait until all tensors have arrived; returns them."""
         for event in self._events:
             event.synchronize()
         self._events, self._sources = [], []
@@ -121,12 +117,12 @@ class Arriving:
 
 
 def to_host(tensors: Sequence[Tensor], runtime: Runtime = CUDA) -> list[Tensor]:
-    """The same tensors on the host; waits once for all copies."""
+    """Copy tensors to the host if need be; waits once for all copies."""
     return Arriving(tensors, runtime).wait()
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The same tensor on a device; from pinned memory, without waiting."""
+    """Copy a tensor to a device if need be; from pinned memory, without waiting."""
     if tensor.device == device:
         return tensor
     # `is_pinned` asks the driver, so it is called only if the answer matters.
@@ -137,14 +133,14 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 def sent(
     tensor: Tensor, devices: Iterable[torch.device], runtime: Runtime = CUDA
 ) -> dict[torch.device, Tensor]:
-    """A small tensor of the host, such as positions, on each of some devices; waits for none of them."""
+    """Copy a small host tensor, such as positions, to each of some devices, without waiting."""
     return {device: runtime.send(tensor, device) for device in set(devices)}
 
 
 class StreamOrder:
-    """Puts the work of several streams on the memory of a device in the order in which it was started.
+    """Orders the work of several streams on one device's memory by when it was started.
 
-    It is needed only where there are streams: on the host there is nothing to put in order.
+    Only needed on devices with streams: on the host, work is in order anyway.
     """
 
     def __init__(self, device: torch.device, runtime: Runtime = CUDA) -> None:
@@ -152,12 +148,12 @@ class StreamOrder:
         self._runtime = runtime
         self.is_needed = runtime.has_streams(device)
         self._last: Any = None
-        self._streams: set[Hashable] = set()  # that the tensors are kept for
+        self._streams: set[Hashable] = set()  # streams that the tensors are kept for
 
     def begin(self, tensors: Iterable[Tensor]) -> None:
-        """Let the current stream use these tensors only after the work that `end` has marked.
+        """Make the current stream wait for the work marked by `end` before it uses these tensors.
 
-        Their memory may be freed while this work runs, and is reused only afterwards.
+        If their memory is freed meanwhile, it is reused only after this work.
         """
         if self._last is not None:
             self._runtime.wait(self._last, self._device)
@@ -168,30 +164,30 @@ class StreamOrder:
             self._streams.add(stream)
 
     def renew(self) -> None:
-        """Say that `begin` will be called with other tensors than before."""
+        """Note that the next `begin` gets other tensors."""
         self._streams.clear()
 
     def end(self) -> None:
-        """Mark the work that was started until now: later work of any stream comes after it."""
+        """Mark all work started so far: later work of any stream comes after it."""
         self._last = self._runtime.event(self._device)
 
 
-# Memory for rows that are soon copied elsewhere. Blocks of megabytes that come and go between samples that
-# stay for a while leave a heap full of holes: in each worker of a `DataLoader` it grew by 100 MB. A block
-# that stays does not, and its pages are there already.
+# Reused memory for rows that are soon copied elsewhere. Freeing and allocating megabyte blocks between
+# longer-lived samples fragments the heap: it grew by 100 MB in each `DataLoader` worker. A reused block does
+# not, and its pages are already mapped.
 
 LEAST_SPARE = 128 << 10  # bytes; smaller blocks leave small holes
 _MOST = 4  # blocks of a thread
 
 
 class SpareMemory(threading.local):
-    """Blocks of each thread, which are used again once nothing refers to a part of them."""
+    """Blocks of each thread, reused once nothing refers to them."""
 
     def __init__(self) -> None:
-        self._blocks: list[tuple[Array, weakref.ref[Any]]] = []  # and what is lent of each
+        self._blocks: list[tuple[Array, weakref.ref[Any]]] = []  # with the part lent from each
 
     def empty(self, size: int) -> Tensor:
-        """Uint8 ``(size,)`` on the CPU, with anything in it."""
+        """Uninitialised uint8 ``(size,)`` on the CPU."""
         if size < LEAST_SPARE:
             return torch.empty(size, dtype=torch.uint8, device="cpu")
         free = [i for i, (_, lent) in enumerate(self._blocks) if lent() is None]
@@ -202,21 +198,21 @@ class SpareMemory(threading.local):
         part = block[:size]
         if i < _MOST:
             self._blocks[i : i + 1] = [(block, weakref.ref(part))]
-        return torch.from_numpy(part)  # whatever has the tensor's memory has the array
+        return torch.from_numpy(part)  # the tensor's memory keeps the array alive
 
 
 # Fresh memory for rows, and copies of some rows of a tensor.
 
-ALONE = 1 << 20  # one thread copies so many bytes before others have woken up
-_GRAIN = 32_768  # torch uses all threads for each row of so many elements
+ALONE = 1 << 20  # bytes that one thread copies before others have woken up
+_GRAIN = 32_768  # for rows of so many elements, torch uses all threads per row
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
-_HUGE = 4 << 20  # from so many bytes on, numpy asks for huge pages, with far fewer page faults
+_HUGE = 4 << 20  # from so many bytes on, NumPy uses huge pages, with far fewer page faults
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def with_ordinary_tensors(function: Callable[P, R]) -> Callable[P, R]:
-    """Run a function outside of inference mode, as tensors made in it could not be written later."""
+    """Run a function outside of inference mode, as tensors made in it are not writable later."""
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -229,9 +225,9 @@ def with_ordinary_tensors(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def empty_bytes(size: int, *, runtime: Runtime | None = None, spare: SpareMemory | None = None) -> Tensor:
-    """Fresh uint8 memory on the CPU; cheap to touch for the first time if it is large.
+    """Fresh uint8 memory on the CPU; if large, in huge pages, for cheap first writes.
 
-    With a `runtime`, page-locked memory for its accelerator. With `spare`, what that has.
+    With a `runtime`, page-locked for its accelerator. With `spare`, from there.
     """
     if spare is not None:
         return spare.empty(size)
@@ -251,7 +247,7 @@ def empty_rows(count: int, shape: tuple[int, ...], dtype: torch.dtype, device: t
 
 
 def is_channels_last(tensor: Tensor) -> bool:
-    """Whether torch takes a tensor of 4 or 5 dimensions for one whose channels are last.
+    """Whether torch considers a tensor of 4 or 5 dimensions as channels-last.
 
     Torch decides by the strides: see `is_channels_last_strides_2d` in `c10/core/MemoryFormat.h`.
     """
@@ -287,10 +283,10 @@ def gather(data: Tensor, positions: Tensor, **kind: Any) -> Tensor:
 
 
 def gather_into(picked: Tensor, data: Tensor, positions: Tensor) -> None:
-    """The same, in memory that begins at a multiple of 8 bytes of its storage.
+    """Like `gather`, into memory whose storage offset is a multiple of 8 bytes.
 
-    If rows have many elements, torch's `index_select` copies each row with all threads. If other processes
-    use the cores too, each such copy may wait for the scheduler. So long rows are copied in pieces.
+    For long rows, torch's `index_select` copies each row with all threads. If other processes use the cores
+    too, each such copy may wait for the scheduler. So copy long rows in pieces.
     """
     if picked.numel() <= ALONE:
         data.numpy().take(positions.numpy(), 0, picked.numpy(), "clip")  # faster than `np.take`
@@ -310,9 +306,9 @@ _NUMPY = {
 
 
 def numbers(rows: Bytes2D, dtype: torch.dtype) -> Tensor:
-    """The numbers that rows of bytes are, shape ``(n, numbers of a row)``; shares their memory.
+    """Rows of bytes as numbers, shape ``(n, numbers of a row)``; shares their memory.
 
-    To view a tensor takes several times as long as to view an array.
+    Viewing arrays is several times faster than viewing tensors.
     """
     if dtype in _NUMPY:
         return torch.from_numpy(rows.view(_NUMPY[dtype]))
@@ -331,13 +327,13 @@ def as_bytes(column: Tensor) -> Tensor:
     count = column.shape[0]
     size = column.numel() // count * column.element_size() if count else 0
     flat = column.contiguous().view(-1)
-    if flat.stride(0) != 1:  # a single number, which a slice with steps has left
+    if flat.stride(0) != 1:  # a single number from a strided slice
         flat = flat.as_strided(flat.shape, (1,))
     return flat.view(torch.uint8).view(count, size)
 
 
 def item_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of each item of a strided tensor of shape ``(n, ...)``, as uint8 ``(n, bytes)``, where it is.
+    """The bytes of each item of a strided tensor ``(n, ...)``, as uint8 ``(n, bytes)``, on its device.
 
     Shares memory with the tensor if that is contiguous.
     """
@@ -346,14 +342,14 @@ def item_bytes(tensor: Tensor) -> Tensor:
 
 def as_words(data: Tensor) -> Tensor:
     """Contiguous uint8 ``(n, bytes)`` as the widest words that divide a row; shares memory."""
-    # Memory of other libraries may begin anywhere, and a GPU reads a word at a multiple of its size only.
+    # Other libraries' memory may begin anywhere, and a GPU reads only aligned words.
     places = data.storage_offset() | data.data_ptr() | data.shape[1]
     word = next(t for t in _WORDS if places % t.itemsize == 0)
     return data.view(-1).view(word).view(len(data), data.shape[1] // word.itemsize)
 
 
 def moved(column: Tensor, source: int, target: int) -> Tensor:
-    """A column with a dimension of its rows moved, contiguous."""
-    # Torch cannot copy every dtype, such as uint4, but ints of the same size.
+    """A contiguous copy of a column with a dimension of its rows moved."""
+    # Torch cannot copy every dtype, such as uint4: use ints of the same size.
     word = {word.itemsize: word for word in _WORDS}.get(column.element_size(), column.dtype)
     return column.view(word).movedim(source, target).contiguous().view(column.dtype)

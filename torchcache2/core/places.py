@@ -1,4 +1,4 @@
-"""Where rows are kept outside of memory: a folder, Redis servers or a bucket. No secret is in any text."""
+"""Places for rows outside of memory: a folder, Redis servers or a bucket. Texts never contain secrets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchcache2.core.sizes import Size, parse_size
 
 # Buckets.
 
-_EXTRAS = {  # the library that a scheme needs, and the extra that installs it
+_EXTRAS = {  # by scheme: the library needed, and the extra that installs it
     "s3": ("s3fs", "s3"),
     "s3a": ("s3fs", "s3"),
     "gs": ("gcsfs", "gcs"),
@@ -32,7 +32,7 @@ def is_url(path: Any) -> bool:
 
 
 class Secrets(dict[str, Any]):
-    """Options that are shown nowhere, and are in no pickle but one for a process that is being started."""
+    """Options that are never shown, and pickled only for processes being started."""
 
     def __repr__(self) -> str:
         return "{…}"
@@ -47,19 +47,18 @@ class Secrets(dict[str, Any]):
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """Where rows are kept remotely, and the local folder in front of it.
+    """A bucket that keeps rows, and the local folder in front of it.
 
     Attributes
     ----------
     url : str
         Such as ``s3://bucket/folder``, without a slash at the end.
     storage_options : Secrets
-        What the file system of fsspec takes, such as keys.
+        Options of fsspec's file system, such as keys.
     local_dir : str, optional
-        The folder that has segments of the bucket, and new ones until they are uploaded. None: a temporary
-        one.
+        The folder for segments of the bucket, and for new ones until they are uploaded. None: temporary.
     remote_size : int or str, optional
-        How many bytes the folder in the bucket may have. None: any number.
+        Most bytes of the folder in the bucket. None: no limit.
     """
 
     url: str
@@ -77,12 +76,12 @@ class Bucket:
         remote_size: Size | None = None,
         option: str = "cache_dir",
     ) -> Bucket:
-        """From options as users give them; `option` is what they call the URL.
+        """From the user's options; `option` is their name for the URL.
 
         Raises
         ------
         OptionError
-            If an option cannot have its value, or a library is missing. This does not contact the bucket.
+            If an option has an invalid value, or a library is missing. Does not contact the bucket.
         """
         scheme, _, rest = url.partition("://")
         if "@" in rest.partition("/")[0] and scheme not in ("abfs", "abfss"):
@@ -149,7 +148,7 @@ _EXPECTED = (
     "expected a URL such as 'redis://:password@host:6379/0' (rediss:// for TLS, unix:// for a socket), or a "
     "dict such as {'host': 'node1', 'port': 6379, 'password': '…'}"
 )
-_OPTIONS: dict[str, tuple[type, ...]] = {  # of a dict, and the types of their values
+_OPTIONS: dict[str, tuple[type, ...]] = {  # keys of a dict, and the types of their values
     **dict.fromkeys(("host", "path", "username", "password"), (str,)),
     **dict.fromkeys(("port", "db"), (int, str)),
     **dict.fromkeys(("ssl_ca_certs", "ssl_ca_path", "ssl_ca_data", "ssl_certfile", "ssl_keyfile"), (str,)),
@@ -161,14 +160,14 @@ _NUMBERS = {"port": (1, 65535), "db": (0, 1 << 31)}  # the least and the most
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """How one server is reached.
+    """The address and options of one server.
 
     Attributes
     ----------
     name : str
-        ``host:port``, or ``unix:path``: what messages call it, and by which keys are shared out.
+        ``host:port``, or ``unix:path``: used in messages, and to assign keys to servers.
     options : tuple of (str, object)
-        What redis-py's connections take, sorted by name; a password may be among them.
+        Options of redis-py's connections, sorted by name; may include a password.
     """
 
     name: str
@@ -176,7 +175,7 @@ class Server:
 
     @classmethod
     def of(cls, entry: Any, option: str = "hosts") -> Server:
-        """The server that a URL or a dict names; for anything else, an `OptionError` that shows no value."""
+        """The server of a URL or a dict; for anything else, `OptionError`, without showing the value."""
         if isinstance(entry, Server):
             return entry
         given = _of_url(entry, option) if isinstance(entry, str) else entry
@@ -193,7 +192,7 @@ class Server:
             least, most = _NUMBERS[name]
             with contextlib.suppress(ValueError):
                 given[name] = int(given[name])
-            if type(given[name]) is str or not least <= given[name] <= most:  # it may be a password
+            if type(given[name]) is str or not least <= given[name] <= most:  # not shown: may be a password
                 raise OptionError(f"{its} whose {name!r} is not a number from {least} to {most}")
         if "path" in given:
             if {"host", "port", "ssl"} & set(given):
@@ -212,9 +211,9 @@ class Servers:
     Attributes
     ----------
     servers : tuple of Server
-        At least one, sorted by name, so that the order in which they were given does not matter.
+        At least one, sorted by name, so that the user's order does not matter.
     buffer : int
-        So many rows are gathered before they are written.
+        Rows to collect before sending them.
     guard : str
         The file that processes lock as long as they use a server of our own; empty if there is none.
     """
@@ -225,7 +224,7 @@ class Servers:
 
     @classmethod
     def of(cls, hosts: Any, option: str = "hosts", *, buffer: int = 1) -> Servers:
-        """The servers that a URL, a dict, or a sequence of these names."""
+        """The servers of a URL, a dict, or a sequence of these."""
         require_redis(option)
         entries = hosts if isinstance(hosts, Sequence) and not isinstance(hosts, str) else [hosts]
         servers = {server.name: server for server in (Server.of(entry, option) for entry in entries)}
@@ -254,7 +253,7 @@ def _of_url(url: str, option: str) -> dict[str, Any]:
         if "path" not in given and not re.fullmatch("/?[0-9]*", place.path):
             raise ValueError("a database that is not a number, which redis-py would ignore")
         kind = given.pop("connection_class", None)
-    except ValueError:  # its message may have the password
+    except ValueError:  # its message may contain the password
         raise OptionError(f"{option} has a URL that cannot be read: {_EXPECTED}") from None
     if kind is connection.SSLConnection:
         given["ssl"] = True
@@ -270,19 +269,19 @@ _OPTION = "persistent_cache_dir"
 
 
 def place_of(path: Any, for_buckets: Mapping[str, Any]) -> str | Servers | Bucket | None:
-    """The place that the option `persistent_cache_dir` names.
+    """The place given by the option `persistent_cache_dir`.
 
     Parameters
     ----------
     path : path, URL, Servers, Bucket or None
-        As it was given, or as it was returned before.
+        The option's value, or an earlier result.
     for_buckets : mapping
-        The options that only a bucket has, with their values.
+        The options for buckets only, with their values.
 
     Raises
     ------
     OptionError
-        If this is no place, or an option has no meaning there.
+        If this is no valid place, or an option does not apply there.
     """
     if path is None or isinstance(path, (Servers, Bucket)):
         if not isinstance(path, Bucket):
@@ -300,21 +299,21 @@ def place_of(path: Any, for_buckets: Mapping[str, Any]) -> str | Servers | Bucke
     if text.startswith(SCHEMES):
         return Servers.of(text, _OPTION)
     if is_server:
-        raise OptionError(  # the URL is not shown, as there may be a password in it
+        raise OptionError(  # without the URL, which may contain a password
             f"{_OPTION} is a URL of {text.partition(':')[0]}: expected one that begins with "
             f"{', '.join(SCHEMES)}"
         )
-    with contextlib.suppress(UnicodeEncodeError):  # of a text that has half of a surrogate pair
+    with contextlib.suppress(UnicodeEncodeError):  # a text with an unpaired surrogate
         if b"\0" not in os.fsencode(text):
             return os.path.abspath(os.path.expanduser(text))
     raise OptionError(f"{_OPTION}={shown(path)}: the system does not accept this path")
 
 
 def check_unused(for_buckets: Mapping[str, Any], option: str) -> None:
-    """Raise `OptionError` if there is an option that only a bucket has."""
+    """Raise `OptionError` if an option for buckets only is set."""
     for name, value in for_buckets.items():
         if value is not None:
-            shown = "…" if name == "storage_options" else repr(value)  # there may be a secret in it
+            shown = "…" if name == "storage_options" else repr(value)  # may contain a secret
             raise OptionError(
                 f"{name}={shown}: expected None, as only a bucket has this option: "
                 f"{option}='s3://bucket/folder'"

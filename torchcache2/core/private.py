@@ -1,8 +1,8 @@
-"""The private names of other libraries that this package uses, and what takes the place of each.
+"""The private names of other libraries that this package uses, each with a fallback.
 
-The next version of a library may lack such a name. So no other file has any, and here they are texts, most of
-them looked up once, at the import. Where one is missing, another name takes its place, or the feature that
-needs it steps aside. `tests/project/test_private.py` removes each in turn.
+Future versions of a library may lack such a name. So only this file has them, as texts, most of them looked
+up once, at import. If one is missing, another name replaces it, or the feature that needs it is left out.
+`tests/project/test_private.py` removes each in turn.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def _first(*names: str, otherwise: Any = None) -> Any:
     return otherwise
 
 
-# The second name would be the public one: no version of torch has one yet.
+# The second would be the public name: no version of torch has it yet.
 pytree: Any = _first("torch.utils._pytree", "torch.utils.pytree")
 
-# Modes, tracers and transforms. A default device is a mode, too, and one of those that are in the key.
+# Modes, tracers and transforms. A default device is a mode, too, and is part of the key.
 
 _PLAIN = torch.ones((), device="cpu")
 _function_modes: Any = _first("torch.overrides._get_current_function_mode_stack")
@@ -59,13 +59,13 @@ in_dispatch_mode: Callable[[], object] = _first(
 is_fx_traced: Callable[[], bool] = _first(
     "torch.fx._symbolic_trace.is_fx_symbolic_tracing",
     "torch.fx._symbolic_trace.is_fx_tracing",
-    otherwise=bool,  # what is traced is no tensor: such a call is passed through anyway
+    otherwise=bool,  # traced values are no tensors: such calls are bypassed anyway
 )
 PRODUCT_PRECISION: Callable[[str, str], str] | None = _first("torch._C._get_fp32_precision_getter")
 
 
 def in_foreign_mode() -> bool:
-    """Whether a `TorchFunctionMode` is active that is not that of a default device."""
+    """Whether a `TorchFunctionMode` other than a default device's is active."""
     if _function_modes is None:
         return has_torch_function((_PLAIN,))
     return _count_modes() > 0 and not all(isinstance(mode, _DEVICE_MODE) for mode in _function_modes())
@@ -87,7 +87,7 @@ def in_transform() -> bool:
 
 
 def in_forward_ad() -> bool:
-    """Whether a level of forward-mode differentiation is entered."""
+    """Whether forward-mode differentiation is active."""
     level = getattr(forward_ad, "_current_level", None)
     if level is not None:
         return bool(level >= 0)
@@ -109,35 +109,35 @@ _FrameStrategy: Any = _first("torch._C._dynamo.eval_frame._FrameExecStrategy")
 
 
 def leave_out(function: F, *, with_calls: bool) -> F:
-    """Have `torch.compile` leave out a function, and all that it calls if so said; returns the function.
+    """Keep `torch.compile` out of a function, optionally with all that it calls; returns the function.
 
     `torch.compiler.disable` does this, too. But it imports the compiler, which takes seconds, and most
-    programs never compile. And in new versions of torch it leaves out a wrapper only and compiles the
-    function itself; to check the guards of those graphs takes longer than a hit. So the mark is set in the
-    compiler's C extension, which is loaded with torch.
+    programs never compile. And new versions of torch leave out only a wrapper and compile the function
+    itself; checking those graphs' guards takes longer than a hit. So set the mark in the compiler's C
+    extension, which is loaded with torch.
     """
     if _set_strategy is None or _FrameAction is None or _FrameStrategy is None:
         disabled: F = torch.compiler.disable(function, recursive=with_calls)  # type: ignore[no-untyped-call]
         return disabled
     for_calls = _FrameAction.SKIP if with_calls else _FrameAction.DEFAULT
     _set_strategy(function.__code__, _FrameStrategy(_FrameAction.SKIP, for_calls))
-    vars(function)["_torchdynamo_disable"] = True  # graphs that call the function look for this
+    vars(function)["_torchdynamo_disable"] = True  # checked by graphs that call the function
     return function
 
 
 def _turn_off(compiler: Any) -> None:
-    """Takes the place of `set_compiler` where torch has none: who calls it is left out with all calls."""
+    """Fallback for `set_compiler`: its callers are then left out with all their calls."""
 
 
-# Sets what compiles the functions that this thread calls from now on, or None; returns the one before.
+# Sets the compiler for functions called by this thread, or None; returns the previous one.
 set_compiler: Callable[[Any], Any] = _first("torch._C._dynamo.eval_frame.set_eval_frame", otherwise=_turn_off)
 CAN_TURN_ON = set_compiler is not _turn_off
 
 
 COMPILED_FROM = "_torchdynamo_orig_callable"  # of a compiled function: else it counts as torch's code
-COMPILER_ERRORS = "torch._dynamo.exc"  # else its errors are raised as they are, without advice
+COMPILER_ERRORS = "torch._dynamo.exc"  # else its errors get no advice
 
-# Modules and tensors. The attributes of a module are found by what is put in them.
+# Modules and tensors. A module's attributes are found by their content.
 
 _MODULE, _PART, _WEIGHT = nn.Module(), nn.Module(), nn.Parameter(_PLAIN)
 _MODULE.part, _MODULE.weight = _PART, _WEIGHT
@@ -148,7 +148,7 @@ _MODULE.register_forward_hook(_HOOK)
 
 
 def _holder(content: object) -> str:
-    """The attribute of the module that holds something, in a mapping."""
+    """The module's attribute whose mapping contains something."""
     mappings = {name: value for name, value in vars(_MODULE).items() if isinstance(value, Mapping)}
     return next(name for name, value in mappings.items() if any(one is content for one in value.values()))
 
@@ -164,7 +164,7 @@ def _all_hooks() -> Iterator[dict[int, Any]]:
         yield hooks
 
 
-GLOBAL_HOOKS = tuple(_all_hooks())  # those that run for every module
+GLOBAL_HOOKS = tuple(_all_hooks())  # hooks for every module
 parameters_of: Callable[[nn.Module], Mapping[str, Tensor | None]] = attrgetter(PARAMETERS)
 buffers_of: Callable[[nn.Module], Mapping[str, Tensor | None]] = attrgetter(BUFFERS)
 modules_of: Callable[[nn.Module], Mapping[str, nn.Module | None]] = attrgetter(MODULES)
@@ -180,9 +180,9 @@ DROPOUTS: Any = _first(
         *(nn.AlphaDropout, nn.FeatureAlphaDropout),
     ),
 )
-# What `nn.DataParallel` calls, and puts on the replicas: else each replica has a cache of its own.
+# A method that `nn.DataParallel` calls, and its mark on replicas: else each replica has its own cache.
 REPLICATE, REPLICA_MARK = "_replicate_for_data_parallel", "_is_replica"
-FSDP_MARK = "_is_fsdp_managed_module"  # else a module is known by its class
+FSDP_MARK = "_is_fsdp_managed_module"  # else recognised by class
 FSDP_MODULES = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
 
 
@@ -192,14 +192,14 @@ def has_version(tensor: Tensor) -> bool:
 
 
 version: Callable[[Tensor], int] = attrgetter("_version")
-_has_versions = hasattr(Tensor, "_version")  # else all tensors are compared as those without a counter are
+_has_versions = hasattr(Tensor, "_version")  # else all tensors are compared like those without a counter
 _TensorGuards: Any = _first("torch._C._dynamo.guards.TensorGuards")
 
 
 def form_check(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
-    """A fast function that says whether these tensors have the dtype, shape, strides and grad flag of now.
+    """A fast check that tensors still have their current dtype, shape, strides and grad flag.
 
-    It also says no in another mode, such as autocast. None where torch has no such function.
+    Also fails under another mode, such as autocast. None if torch has no such function.
     """
     with contextlib.suppress(TypeError):
         guards = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
@@ -208,7 +208,7 @@ def form_check(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
 
 
 def fsdp_policy(module: nn.Module) -> Any:
-    """With which dtypes `fully_shard` has a module compute; None where it does not say."""
+    """The dtypes in which `fully_shard` makes a module compute; None if unknown."""
     ask: Any = getattr(module, "_get_fsdp_state", None)
     return getattr(ask and ask(), "_mp_policy", None)
 
@@ -219,8 +219,8 @@ CUSTOM_OPERATORS: Mapping[str, Any] = _first("torch._library.custom_ops.OPDEFS",
 OPERATOR_DEFINITION: Any = _first(
     "torch.library.CustomOpDef", "torch._library.custom_ops.CustomOpDef", otherwise=()
 )
-OPERATOR_CODE = ("_init_fn", "_backend_fns")  # without these, what a custom operator computes cannot be read
-# These attributes of it, too, decide about its outputs. Others are for gradients and tracing.
+OPERATOR_CODE = ("_init_fn", "_backend_fns")  # without these, a custom operator's code cannot be read
+# Its attributes that affect outputs. Others are for gradients and tracing.
 OPERATOR_FIELDS = (
     *("_schema", *OPERATOR_CODE, "_torch_dispatch_fns", "_vmap_fn"),
     *("_autocast_dtype", "_disabled_kernel"),
@@ -241,7 +241,7 @@ class ScriptParts(NamedTuple):
 
 
 def script_parts(module: nn.Module) -> ScriptParts | None:
-    """The parts of a module that has a `SCRIPT`; None if they cannot be had."""
+    """The parts of a module with a `SCRIPT`; None if unavailable."""
     try:
         script = vars(module)[SCRIPT]
         kind = _ConcreteType.from_jit_type(methodcaller("_type")(script))
@@ -266,7 +266,7 @@ def group_store(group: Any) -> Any:
 
 
 def group_timeout(group: Any, devices: Iterable[str]) -> timedelta:
-    """How long a process group waits for a rank; torch's own default where it does not say."""
+    """How long a process group waits for a rank; torch's default if unknown."""
     try:
         backends = [methodcaller("_get_backend", torch.device(device))(group) for device in devices]
         timeout: timedelta = min(map(attrgetter("options._timeout"), backends))
@@ -281,9 +281,9 @@ _is_set: Any = _first("os.environ._data.__contains__") if os.name == "posix" els
 
 
 def variable(name: str) -> str | None:
-    """An environment variable as it is now; None if it is not set, as most that each call asks for are not.
+    """The current value of an environment variable; None if it is not set.
 
-    For these, `os.environ` raises an error and handles it, which takes as long as the look-up of a row.
+    Most are not: `os.environ` then raises and handles an error, which takes as long as looking up a row.
     """
     return os.environ.get(name) if _is_set is None or _is_set(name.encode()) else None
 
@@ -292,21 +292,20 @@ _register_atexit: Any = _first("threading._register_atexit")  # `concurrent.futu
 
 
 def register_before_pools_end(function: Callable[[], None]) -> None:
-    """Have a function called before the pools of `concurrent.futures` end; never if that cannot be had."""
+    """Register a function to run before the pools of `concurrent.futures` end; never if unsupported."""
     if _register_atexit is not None:
         with contextlib.suppress(RuntimeError):  # the interpreter is ending already
             _register_atexit(function)
 
 
 def is_given_work() -> bool:
-    """Whether `multiprocessing` spawns this process now; else it counts as one of another run."""
+    """Whether `multiprocessing` is spawning this process now; else it counts as another run's."""
     return hasattr(multiprocessing.current_process(), "_inheriting")
 
 
 # The global modes of torch that change results, as part of a key: autocast, the default dtype and device,
-# deterministic algorithms, denormal numbers, and the precision of float32 products. A mode that is as it is
-# when torch starts adds nothing to the key, so that keys do not depend on which modes a version of torch
-# knows.
+# deterministic algorithms, denormal numbers, and the precision of float32 products. Modes in their initial
+# state add nothing, so that keys do not depend on which modes a version of torch has.
 
 _UNITS = [(place, kind) for place in ("cuda", "mkldnn") for kind in ("matmul", "conv", "rnn")]
 _EPS = {"none": 0.0, "ieee": 0.0, "tf32": 2.0**-10, "bf16": 2.0**-7} | {
@@ -314,7 +313,7 @@ _EPS = {"none": 0.0, "ieee": 0.0, "tf32": 2.0**-10, "bf16": 2.0**-7} | {
     "high": 2.0**-10,
     "medium": 2.0**-7,
 }
-# At the start the mode is "none", which is full precision. "highest" sets "ieee", which is the same.
+# The initial mode is "none": full precision. "highest" sets "ieee", which is equivalent.
 _USUAL = {unit: {"none", "ieee"} for unit in _UNITS} | {
     ("cuda", "conv"): {"tf32"},
     ("cuda", "rnn"): {"tf32"},
@@ -335,7 +334,7 @@ def modes(devices: Iterable[str]) -> str:
         state.append("deterministic")
     if (device := default_device()) != "cpu":
         state.append(f"device {device}")
-    if sys.float_info.min / 2 == 0.0:  # torch does not say what `torch.set_flush_denormal` has set
+    if sys.float_info.min / 2 == 0.0:  # torch cannot report `torch.set_flush_denormal`
         state.append("flush denormal")
     return "; ".join(state)
 
@@ -343,7 +342,7 @@ def modes(devices: Iterable[str]) -> str:
 def _precision() -> str:
     if PRODUCT_PRECISION is None:
         return torch.get_float32_matmul_precision()
-    # The public function raises if a program has used both the old and the new way to set it.
+    # The public function raises if a program has used both ways to set it.
     found = tuple(starmap(PRODUCT_PRECISION, _UNITS))
     if found in _ALL_USUAL:
         return "highest"
@@ -352,7 +351,7 @@ def _precision() -> str:
 
 
 def product_precision() -> float:
-    """The relative precision of the coarsest float32 product that is allowed on a device in use."""
+    """The relative precision of the coarsest float32 products allowed on devices in use."""
     if PRODUCT_PRECISION is None:
         values = {_EPS[torch.get_float32_matmul_precision()]}
     else:
@@ -362,5 +361,5 @@ def product_precision() -> float:
 
 
 def autocast_keeps_weights(devices: Iterable[str]) -> bool:
-    """Whether autocast may compute with copies of weights that it has made before they changed."""
+    """Whether autocast may compute with outdated copies of weights."""
     return torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, devices))

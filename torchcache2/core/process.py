@@ -1,4 +1,4 @@
-"""The process: its rank in a job and its group, locks that survive a fork, and what runs when it ends."""
+"""The process: its rank and group, locks that survive a fork, and exit handlers."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from torchcache2.core.errors import OptionError
 from torchcache2.core.logs import shown
 from torchcache2.core.private import register_before_pools_end
 
-# Ranks, and the group of those that call a cached forward in step.
+# Ranks, and the group of ranks in step.
 
 
 class Place(NamedTuple):
-    """The number of this process in its job, and how many there are."""
+    """The rank of this process in its job, and the number of ranks."""
 
     rank: int
     world_size: int
 
 
 def place() -> Place:
-    """As `torch.distributed` says, or if that is not initialised, what starts ranks: RANK and WORLD_SIZE."""
+    """From `torch.distributed` or, if that is not initialised, from RANK and WORLD_SIZE."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         rank, world_size = distributed.get_rank(), distributed.get_world_size()
     else:
         rank, world_size = _number("RANK", -1), _number("WORLD_SIZE", 1)
-    if not 0 <= rank < world_size:  # this process is not of the group, or some variables are set, others not
+    if not 0 <= rank < world_size:  # not in the group, or inconsistent variables
         rank, world_size = 0, 1
     return Place(rank, world_size)
 
@@ -46,7 +46,7 @@ def has_ranks() -> bool:
     distributed = torch.distributed
     return (
         _number("LOCAL_WORLD_SIZE", 1) > 1
-        or ("LOCAL_RANK" in os.environ and _number("WORLD_SIZE", 1) > 1)  # Lightning says no more
+        or ("LOCAL_RANK" in os.environ and _number("WORLD_SIZE", 1) > 1)  # all that Lightning sets
         or (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1)
     )
 
@@ -73,22 +73,22 @@ def has_peers() -> bool:
 
 
 def ranks_here() -> int:
-    """How many ranks this machine has; at most, where the launcher says how many there are in all."""
+    """How many ranks this machine has; if unknown, how many there are in all."""
     return max(1, _number("LOCAL_WORLD_SIZE", place().world_size))
 
 
 def ranks_on_each() -> int | None:
-    """How many ranks this machine has as the launcher says; None if it does not."""
+    """How many ranks this machine has, according to the launcher; None if unknown."""
     return _number("LOCAL_WORLD_SIZE", 0) or None
 
 
 def node_number() -> int:
-    """Which machine of the job this is, from 0 on; 0 if nothing says it."""
+    """The number of this machine in the job, from 0 on; 0 if unknown."""
     return _number("GROUP_RANK", place().rank // ranks_here())
 
 
 def ranks_of_each(rank: int, world_size: int) -> int | None:
-    """How many ranks each machine has, counted one machine after the other.
+    """How many ranks each machine has, if ranks are numbered machine by machine.
 
     None if that is unknown, or does not fit this rank.
     """
@@ -125,13 +125,13 @@ def check_group(value: Any, *, is_used: bool) -> None:
 
 
 def group_of(value: Any) -> Any:
-    """The process group that the option stands for now; None if this process is alone.
+    """The process group that the option means now; None if this process is alone.
 
     Raises
     ------
     OptionError
-        If there are other ranks, and nobody has called `torch.distributed.init_process_group`; or if this
-        rank is not of the group.
+        If there are other ranks, but `torch.distributed.init_process_group` was not called; or if this rank
+        is not in the group.
     """
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
@@ -156,15 +156,14 @@ def _is_group(value: Any) -> bool:
     return isinstance(value, torch.distributed.ProcessGroup)
 
 
-# Locks that work in forked processes. A process may fork while another thread of it holds a lock: a
-# `DataLoader` with workers forks at each epoch. The child has the lock, but not the thread that would
-# release it.
+# Locks that work in forked processes. A process may fork while another thread holds a lock: a `DataLoader`
+# with workers forks at each epoch. The child inherits the lock, but not the thread that would release it.
 
 
 def holds(lock: Any) -> bool:
     """Whether this thread holds a lock."""
     try:
-        threading.Condition(lock).notify()  # it raises if not
+        threading.Condition(lock).notify()  # raises if not
     except RuntimeError:
         return False
     return True
@@ -173,7 +172,7 @@ def holds(lock: Any) -> bool:
 class ProcessLock:
     """A lock for each process, used as ``with lock(): …``.
 
-    An interrupt cannot leave it locked, since the lock itself is what ``with`` enters.
+    An interrupt cannot leave it locked, as ``with`` enters the lock itself.
 
     Parameters
     ----------
@@ -192,14 +191,14 @@ class ProcessLock:
         return self._locks.get(pid) or self._locks.setdefault(pid, self._make())
 
     def if_free(self, function: Callable[[], object]) -> None:
-        """Call a function under the lock, or do nothing if somebody holds it: this never waits.
+        """Call a function under the lock, or do nothing if the lock is held: never waits.
 
-        It is for work that the garbage collector may start in a thread that holds the lock, and that the
-        holder does otherwise.
+        For work that the garbage collector may start in a thread that holds the lock, which the holder then
+        does later.
         """
         lock = self()
-        # After an ordinary call of `acquire`, an interrupt could come before `try`, and the lock would stay
-        # locked. No interrupt comes between `map` and the body of the loop.
+        # With a plain `acquire`, an interrupt before `try` would leave the lock locked. No interrupt comes
+        # between `map` and the loop's body.
         for is_free in map(lock.acquire, (False,)):
             if is_free:
                 try:
@@ -208,9 +207,9 @@ class ProcessLock:
                     lock.release()
 
     def was_torn(self) -> bool:
-        """Whether the parent held its lock when it forked: what the lock protects may then be half changed.
+        """Whether the parent held its lock at the fork: protected state may then be half changed.
 
-        True at most once in a child. To be called with the lock held.
+        True at most once in a child. Call with the lock.
         """
         if len(self._locks) == 1:
             return False
@@ -243,14 +242,14 @@ class AtExit:
             self._finalizer = multiprocessing.util.Finalize(None, function, exitpriority=priority)
 
     def call(self) -> None:
-        """Call the function now, and not at the end."""
+        """Call the function now, instead of at exit."""
         function = self._function
         self.cancel()
         if function is not None:
             function()
 
     def cancel(self) -> None:
-        """Do not call the function, and drop the reference to it. This may be called several times."""
+        """Do not call the function, and drop the reference to it. Idempotent."""
         if self._function is not None:
             atexit.unregister(self._function)
         if self._finalizer is not None:
@@ -259,10 +258,10 @@ class AtExit:
 
 
 def before_pools_end(method: Callable[[], None]) -> None:
-    """Call a method when the main thread has ended, unless its object is gone; it comes before `AtExit`.
+    """Call a method when the main thread has ended, unless its object is gone; runs before `AtExit`.
 
-    After that, `concurrent.futures` pools accept no more work. `asyncio` looks up the names of hosts in one,
-    so that a network client can make no new connection when the functions of `atexit` run.
+    Afterwards, `concurrent.futures` pools accept no more work. `asyncio` resolves host names in one, so
+    network clients can make no new connections in `atexit` functions.
     """
     reference: weakref.WeakMethod[Any] = weakref.WeakMethod(method)
 

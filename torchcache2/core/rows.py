@@ -1,7 +1,7 @@
 """`Rows`: the result of a computation for a batch, one row per item.
 
 An output is a pytree. Its tensors become columns of shape ``(n, *shape)``. Its numbers and texts become
-columns too, with the same value in each row: they are data, and not part of the schema.
+columns too, with the same value in each row: they are data, not part of the schema.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ class Leaf:
     Attributes
     ----------
     path : str
-        Where it is in the output, as in ``['hidden'][0]``; empty for a bare tensor.
+        Its place in the output, such as ``['hidden'][0]``; empty for a bare tensor.
     kind : str
-        ``tensor``, or the type tag of a value that is not one: ``int``, ``str``, ``none``, ...
+        ``tensor``, or the type tag of another value: ``int``, ``str``, ``none``, ...
     dtype, stored : torch.dtype
-        The dtype of the output, and that of the column that stores it.
+        The dtype of the output, and of the column that stores it.
     shape : tuple of int
         The shape of one row; an extent that differs between the rows of a segment is -1.
     channels_last : bool
-        Whether rows, and the output, are laid out with their channels last. Leaves that differ in nothing
-        else are equal, since convolutions choose a layout by the batch size.
+        Whether rows, and the output, have a channels-last layout. This does not count in comparisons, since
+        convolutions choose the layout by batch size.
     device : str, optional
         The device of the output, if it is not the device of the call.
     """
@@ -73,7 +73,7 @@ class Leaf:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The shape of one row as it lies in the column."""
+        """The shape of one row as stored in the column."""
         return (*self.shape[1:], self.shape[0]) if self.channels_last else self.shape
 
     def place(self, device: torch.device) -> torch.device:
@@ -121,12 +121,12 @@ class Schema:
 
     @property
     def layout(self) -> tuple[bool, ...]:
-        """Which leaves have their channels last."""
+        """Which leaves have a channels-last layout."""
         return tuple([leaf.channels_last for leaf in self.leaves])
 
     @property
     def in_logical_order(self) -> Schema:
-        """The same schema for columns that are contiguous in the order of their dimensions."""
+        """The schema of the same rows in the usual, contiguous layout."""
         if not any(self.layout):
             return self
         leaves = tuple([dataclasses.replace(leaf, channels_last=False) for leaf in self.leaves])
@@ -136,7 +136,7 @@ class Schema:
         """The same schema for rows whose leaves have other shapes."""
         leaves = []
         for leaf, shape in zip(self.leaves, shapes, strict=True):
-            # `dataclasses.replace` takes several times as long.
+            # several times faster than `dataclasses.replace`
             rest = leaf.channels_last, leaf.device
             leaves.append(Leaf(leaf.path, leaf.kind, leaf.dtype, leaf.stored, shape, *rest))
         return Schema(self.structure, tuple(leaves))
@@ -181,8 +181,8 @@ class Rows:
         OutputError
             If a tensor's first dimension is not `count`.
         UnstorableError
-            If a leaf is neither a dense tensor nor a number, text, or None, or if a container would not come
-            back as it was.
+            If a leaf is neither a dense tensor nor a number, text, or None, or if a container cannot be
+            restored exactly.
         """
         leaves, columns = [], []
         try:
@@ -201,13 +201,13 @@ class Rows:
     def to_pytree(
         self, *, device: torch.device, closed: Callable[[Any, Any, list[Any]], Any] = closed
     ) -> Any:
-        """The output that these rows stand for, its tensors on `device`; `closed` is as for `rebuilt`.
+        """The output that these rows represent, its tensors on `device`; `closed` is as for `rebuilt`.
 
         Raises
         ------
         UnstorableError
-            If a value that is not a tensor differs between the rows, or if the class of a container makes
-            something else of these rows than of those of one batch.
+            If a value other than a tensor differs between the rows, or if a container's class builds
+            something else from these rows.
         """
         values = []
         for leaf, column in zip(self.schema.leaves, self.columns, strict=True):
@@ -225,7 +225,7 @@ class Rows:
         Parameters
         ----------
         positions : Tensor of int64, shape (k,)
-            From 0 to n - 1, in any order, and any of them several times.
+            From 0 to n - 1, in any order, possibly repeated.
 
         Returns
         -------
@@ -237,7 +237,7 @@ class Rows:
         return Rows(self.schema, picked, len(positions))
 
     def laid_out_as(self, schema: Schema) -> Rows:
-        """The same rows, laid out as an equal schema says."""
+        """The same rows in the layout of an equal schema."""
         columns = []
         for column, mine, other in zip(self.columns, self.schema.leaves, schema.leaves, strict=True):
             if mine.channels_last and not other.channels_last:
@@ -248,7 +248,7 @@ class Rows:
         return Rows(schema, columns, self.count)
 
     def in_logical_order(self) -> Rows:
-        """The same rows in the order of their dimensions, so that no leaf has its channels last."""
+        """The same rows in the usual layout: no leaf is channels-last."""
         pairs = zip(self.schema.leaves, self.columns, strict=True)
         columns = [moved(column, -1, 1) if leaf.channels_last else column for leaf, column in pairs]
         return Rows(self.schema.in_logical_order, columns, self.count)
@@ -282,7 +282,7 @@ Parts = list[tuple[Positions, Rows]]
 
 
 def merged(parts: Parts) -> Parts:
-    """The parts of a batch, positions and rows, as one for each schema, in the order of their positions."""
+    """Merge the parts (positions and rows) of a batch to one for each schema, ordered by position."""
     if len(parts) < 2:
         return parts
     by_schema: dict[Schema, Parts] = {}
@@ -292,7 +292,7 @@ def merged(parts: Parts) -> Parts:
 
 
 def _joined(parts: Parts) -> tuple[Positions, Rows]:
-    # A row may be in two parts, if it was read again beside one that is damaged: each position has one place.
+    # A row may be in two parts, if it was read again after a damaged one: keep each position once.
     positions = np.unique(np.concatenate([where for where, _ in parts]))
     ranked = [(np.searchsorted(positions, where), rows) for where, rows in parts]
     columns = parts[0][1].columns
@@ -311,7 +311,7 @@ def rounded(output: Any, dtype: torch.dtype) -> Any:
 
     try:
         return mapped(leaf, output, objects=True)
-    except UnstorableError:  # so it is never stored
+    except UnstorableError:  # never stored anyway
         return output
 
 
@@ -359,7 +359,7 @@ def _value_column(path: str, value: Any, count: int) -> tuple[Leaf, Tensor]:
 
 
 def _shared(leaf: Leaf, column: Tensor) -> Tensor:
-    """The first row of a column whose rows are all the same."""
+    """The first row of a column whose rows are all equal."""
     if len(column) == 0:
         raise UnstorableError("unknown for an empty batch").inside(f"output{leaf.path}")
     if len(column) > 1 and not torch.equal(column, column[:1].expand_as(column)):
@@ -393,7 +393,7 @@ def _number(form: struct.Struct) -> Callable[[Any], Any]:
     return lambda data: unpack(data)[0]
 
 
-# What makes such a value of its bytes, by kind.
+# Functions that restore such a value from its bytes, by kind.
 PLAIN: dict[str, Callable[[Any], Any]] = {
     "none": lambda data: None,
     "str": lambda data: bytes(data).decode("utf-8", "surrogatepass"),

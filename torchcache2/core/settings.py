@@ -1,7 +1,7 @@
 """`CacheSettings`: every option, checked once, in one frozen dataclass.
 
-What an option may be is in the table `_OPTIONS`. Those that say where rows are kept are checked by
-`torchcache2.core.places`, as what they may be depends on each other.
+The table `_OPTIONS` has the valid values. `torchcache2.core.places` checks the options about places for rows,
+as these depend on each other.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from torchcache2.core.private import variable
 from torchcache2.core.process import check_group
 from torchcache2.core.sizes import Size, free_disk, free_memory, host_memory, parse_size
 
-Policy = Literal["keep", "lru", "mru"]  # the last is another name of the first
+Policy = Literal["keep", "lru", "mru"]  # the last is an alias of the first
 MissBatch = Literal["exact", "pad"]
 Distributed = Literal["auto", "off", "node", "collective"]
 Compression = Literal["brotli", "blosc2", "none"]
 
 
 class _Option(NamedTuple):
-    """What an option may be: in words, and as a check of the value in the form in which it is kept."""
+    """The valid values of an option: in words, and as a check of the normalised value."""
 
     expected: str
     holds: Callable[[Any], bool]
@@ -45,12 +45,12 @@ def _one_of(names: Any) -> _Option:
 
 
 def plain_policy(policy: Policy) -> Policy:
-    """A policy by the name that is compared."""
+    """A policy without aliases."""
     return "keep" if policy == "mru" else policy
 
 
 def _sorted(names: Any) -> tuple[Any, ...]:
-    """Names of arguments or paths, each once, so that options with the same names are equal."""
+    """Sorted, distinct names of arguments or paths, so that options with the same names are equal."""
     found = (names,) if isinstance(names, str) else tuple(names) if isinstance(names, Iterable) else ("",)
     return tuple(sorted(set(found))) if all(isinstance(name, str) for name in found) else ("",)
 
@@ -62,7 +62,7 @@ def _device(value: Any) -> Any:
 
 
 def _is_here(device: torch.device) -> bool:
-    """Whether this machine has such a device, as far as torch knows without initialising it."""
+    """Whether this machine has a device, as far as torch knows without initialising it."""
     if device.type in ("cpu", "meta"):
         return device.type == "cpu"
     count = getattr(getattr(torch, device.type, None), "device_count", None)
@@ -124,17 +124,17 @@ class CacheSettings:
     enabled : bool
         False turns the cache off. ``TORCHCACHE_DISABLE=1`` turns off every cache of a run.
     subsample_count : int, optional
-        None: every element of an item is hashed. N: of items with more than N elements, N elements
-        in evenly spread blocks are hashed. Edits outside those blocks are **not seen**.
+        None: hash every element of an item. N: in items with more than N elements, hash only N elements in
+        evenly spread blocks. Edits outside those blocks are **not noticed**.
     persistent : bool, optional
-        Whether rows are kept on disk too, and found again by later runs. None: yes, if there is a
-        `persistent_cache_dir`. False: no, and that folder is not touched.
+        Whether to keep rows on disk too, for later runs. None: if there is a `persistent_cache_dir`. False:
+        no, and that folder is not touched.
     persistent_cache_dir : path or URL, optional
-        The folder for these rows, and for nothing else; any number of runs may share it. Or the URL of a
+        The folder for these rows, with no other content; any number of runs may share it. Or the URL of a
         Redis server, such as ``redis://:password@host:6379/0``, or of a folder in a bucket, such as
         ``s3://bucket/folder``. None: with ``persistent=True``, a temporary folder that is deleted at exit.
     persistent_module_hash : str, optional
-        A name to use instead of the computed namespace. Nothing about the module is then checked.
+        A name that replaces the computed namespace. Changes of the module are then not noticed.
     max_memory_cache_size : int, str or float
         Budget of the memory tier: bytes, a text like ``"4GB"`` or ``"512MiB"``, or a float in
         (0, 1], a share of the memory that is free when the cache is made.
@@ -148,39 +148,39 @@ class CacheSettings:
     memory_cache_device : str or torch.device, optional
         The device of the memory tier. None: the device of the output.
     cache_dtype : torch.dtype, optional
-        Stored dtype of floating-point leaves. Outputs keep their own dtype, and are rounded
-        through this one whether they were found or computed.
+        Stored dtype of floating-point leaves. Outputs keep their own dtype; found and computed ones alike are
+        rounded through this one.
     policy : {"keep", "lru"}
         What a full cache does, in memory and on disk: ``"keep"`` keeps the rows that came first, ``"lru"``
-        drops the least recently used ones. ``"mru"``, as torchcache calls it, is the same as ``"keep"``.
+        drops the least recently used ones. ``"mru"``, torchcache's name, is an alias of ``"keep"``.
     shared_args : str or sequence of str
         Arguments of forward that belong to the whole batch, such as a mask or a table.
     item_args : str or sequence of str
         Arguments that are a list, tuple, array or column of a table with one entry per item, such as texts or
         images. An entry is part of its item's key. A function with such arguments needs no tensor.
     ignore : str or sequence of str
-        Paths of attributes, weights, closures and globals to leave out of the key. No output may depend on
-        them, which is not checked. ``*`` stands for any text, ``?`` for one character. For the memo of a
-        tokenizer (``"tokenizer.cache"``), or adapters that are disabled (``"*.lora_*"``). Code always counts.
+        Paths of attributes, weights, closures and globals to leave out of the key. Outputs must not depend on
+        them; this is not checked. ``*`` matches any text, ``?`` one character. For example a tokenizer's memo
+        (``"tokenizer.cache"``), or disabled adapters (``"*.lora_*"``). Code always counts.
     probe : bool
-        Whether to compute some batches again, in parts or as a whole, to check that the output of an item
-        does not depend on the rest of its batch.
+        Whether to recompute some batches, in parts or as a whole, to check that an item's output does not
+        depend on the rest of its batch.
     strict : bool
         Whether a call that cannot be cached raises `NotCachedError`, instead of running the plain forward.
         ``TORCHCACHE_STRICT=1`` makes every cache of a run strict.
     miss_batch : {"exact", "pad"}
-        Which items the forward gets when some of a batch are missing. ``"exact"``: the missing ones.
-        ``"pad"``: these, the last one repeated up to the next power of two, but no more than the batch, so
-        that a compiled forward is compiled for few sizes.
+        Which items the forward gets if some of a batch are missing. ``"exact"``: the missing ones. ``"pad"``:
+        these, with the last one repeated up to the next power of two, at most to the batch size, so that a
+        compiled forward is compiled for few sizes.
     verify : float
-        Share of hits, in [0, 1], that are computed again and compared.
+        Share of hits, in [0, 1], to compute again and compare.
     distributed : {"auto", "off", "node", "collective"}
-        What the ranks of a job share. ``"node"``: those of one machine have one memory tier of
-        `max_memory_cache_size` in all, and an item that one rank computes is not computed by another. Needs
-        Linux, ``policy="keep"`` and ``memory_cache_device="cpu"``. ``"off"``: each process has its own.
-        ``"auto"``: ``"node"`` where a launcher or `torch.distributed` says that there are several ranks, and
-        the other options allow it. ``"collective"``: memory as with ``"auto"``, and all ranks call forward in
-        step, send each other the rows that they have, and share out the items that nobody has.
+        What the ranks of a job share. ``"node"``: the ranks of a machine share one memory tier of
+        `max_memory_cache_size` in all, and compute each item only once. Needs Linux, ``policy="keep"`` and
+        ``memory_cache_device="cpu"``. ``"off"``: each process has its own memory tier. ``"auto"``: ``"node"``
+        if a launcher or `torch.distributed` reports several ranks, and the other options allow it.
+        ``"collective"``: memory as with ``"auto"``; all ranks call forward in step, send each other rows, and
+        divide the items that no rank has.
     process_group : ProcessGroup or callable, optional
         The ranks of ``distributed="collective"``, or a function that returns their group. None: all ranks.
     claims : bool
@@ -190,15 +190,15 @@ class CacheSettings:
         With a bucket, the local folder for its rows, and for new rows until they are uploaded; its budget is
         `max_persistent_cache_size`. None: a temporary one.
     storage_options : mapping, optional
-        What fsspec needs to reach the bucket, such as keys, if they are not in the environment. It is never
-        shown, and only in pickles for processes that are being started.
+        Options of fsspec for the bucket, such as keys, if they are not in the environment. Never shown, and
+        pickled only for processes being started.
     remote_size : int or str, optional
-        How many bytes the folder in the bucket may have. None: any number.
+        Most bytes of the folder in the bucket. None: no limit.
 
     Raises
     ------
     OptionError
-        If there is no such option, or it cannot have this value.
+        If an option does not exist, or has an invalid value.
     """
 
     __module__ = "torchcache2"
@@ -270,13 +270,13 @@ class CacheSettings:
 
     @property
     def servers(self) -> Servers | None:
-        """The servers that keep rows; None if a folder does, or nothing."""
+        """The servers that keep rows; None if there are none."""
         place = self.persistent_cache_dir
         return place if isinstance(place, Servers) and self.is_persistent else None
 
     @property
     def bucket(self) -> Bucket | None:
-        """The bucket that keeps rows; None if something else does."""
+        """The bucket that keeps rows; None if there is none."""
         place = self.persistent_cache_dir
         return place if isinstance(place, Bucket) and self.is_persistent else None
 
@@ -294,13 +294,13 @@ class CacheSettings:
         return self.of_tiers() == other.of_tiers()
 
     def of_tiers(self) -> tuple[Any, ...]:
-        """The values of the options that say which tiers there are."""
+        """The values of the options that determine the tiers."""
         return _OF_TIERS(self)
 
     def memory_budget(self) -> int:
-        """`max_memory_cache_size` in bytes, as of now; on the host no more than the machine has.
+        """`max_memory_cache_size` in bytes, as of now; on the host at most the machine's memory.
 
-        Processes that share rows reserve address space for all of it, and the machine has not much more.
+        Processes that share rows reserve address space for all of it, which is limited, too.
         """
         free = None
         if isinstance(self.max_memory_cache_size, float):
@@ -311,7 +311,7 @@ class CacheSettings:
     def persistent_budget(self, folder: str, used: int = 0) -> int:
         """`max_persistent_cache_size` in bytes, as of now.
 
-        A share counts the free bytes on the disk of `folder` and the `used` bytes of the cache there:
+        A share is of the free bytes on the disk of `folder` plus the `used` bytes of the cache there:
         otherwise rows of earlier runs would shrink the budget.
         """
         free = None
@@ -356,7 +356,7 @@ def check_names(given: Iterable[str], known: Sequence[str]) -> None:
         if name not in known:
             close = [option for option in known if len(name) > 1 and name.lower() in option]
             if not 1 <= len(close) <= 2:
-                # Names that are less alike are not offered, as hardly anybody can have meant them.
+                # Do not suggest less similar names, which were hardly meant.
                 close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.65)
             meant = f": did you mean {' or '.join(close)}? The" if close else "; the"
             raise OptionError(f"unknown option {name!r}{meant} options are {', '.join(known)}")

@@ -1,4 +1,4 @@
-"""Budgets in bytes, as options and commands state them, and how much is free."""
+"""Parses budgets in bytes, and measures free memory and disk space."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
     _UNITS[_letter] = _UNITS[_letter + "B"] = 1000**_power
     _UNITS[_letter + "IB"] = 1024**_power
-_MOST = 2**63 - 1  # bytes: what the system's calls take
-_UNASKED = 256 << 20  # bytes that are allocated without a look at what is free
+_MOST = 2**63 - 1  # bytes: the limit of system calls
+_UNASKED = 256 << 20  # bytes allocated without checking what is free
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*")
 
 
 def parse_size(option: str, size: Size, *, free: int | None = None) -> int:
     """Bytes meant by a size: bytes, a share of `free` in (0, 1], or a text with a unit.
 
-    ``KB`` is 1000 bytes, and ``KiB`` 1024. All sizes from 2**63 on mean the same. Raises an `OptionError`
-    that names the `option` if the size does not parse, is negative, is a share of an unknown amount, or is
-    below 1000 without a unit: whoever writes 4 means 4 GB.
+    ``KB`` is 1000 bytes, and ``KiB`` 1024. All sizes from 2**63 on are equal. Raises `OptionError`, naming
+    the `option`, if the size does not parse, is negative, is a share of an unknown amount, or is below 1000
+    without a unit: a user who writes 4 means 4 GB.
     """
     if isinstance(size, float) and 0.0 < size <= 1.0:
         if free is None:
@@ -55,7 +55,7 @@ def parse_size(option: str, size: Size, *, free: int | None = None) -> int:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes free on a device for this process; None where it cannot be read."""
+    """Bytes free on a device for this process; None if unknown."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     free = []
@@ -71,7 +71,7 @@ def free_memory(device: torch.device) -> int | None:
                 used = int(file.read())
             with open("/sys/fs/cgroup/memory.stat", encoding="ascii") as file:
                 counts = {name: int(count) for name, count in map(str.split, file)}
-            # The system counts the pages of files as used, but gives them up when a process needs memory.
+            # The system counts file pages as used, but frees them when a process needs memory.
             used -= counts["active_file"] + counts["inactive_file"]
             free.append(max(0, int(limit) - used))
     except (OSError, KeyError, ValueError):
@@ -80,7 +80,7 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def host_memory() -> int:
-    """Bytes of memory of this machine; a very large number where that cannot be read."""
+    """Bytes of memory of this machine; a very large number if unknown."""
     try:
         return max(1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     except (AttributeError, ValueError, OSError):
@@ -88,10 +88,10 @@ def host_memory() -> int:
 
 
 def check_room(size: int) -> None:
-    """Raise a `MemoryError` if so many bytes on the host are more than half of what is free there.
+    """Raise `MemoryError` if `size` bytes are more than half of the host's free memory.
 
-    The system gives out more than it has, and kills a process that uses it. A few bytes of a file or a server
-    may stand for gigabytes of rows, and a faster tier takes a copy of rows that are found.
+    The system overcommits memory, and kills processes that use too much. A few bytes of a file or server may
+    expand to gigabytes of rows, and a faster tier copies found rows.
     """
     free = free_memory(torch.device("cpu")) if size > _UNASKED else None
     if free is not None and size > free // 2:
@@ -99,14 +99,14 @@ def check_room(size: int) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there is no memory, on the host or on a device."""
+    """Whether an error means that memory ran out, on the host or on a device."""
     if isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch's, on the host
 
 
 def free_disk(folder: str) -> int | None:
-    """Bytes free where a folder is, or will be; None where that cannot be read."""
+    """Bytes free where a folder is, or will be; None if unknown."""
     while not os.path.isdir(folder) and os.path.dirname(folder) != folder:
         folder = os.path.dirname(folder)
     try:

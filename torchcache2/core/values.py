@@ -1,11 +1,11 @@
-"""How outputs, samples and arguments come apart, and how they are put together again as they were.
+"""Takes outputs, samples and arguments apart into nodes and leaves, and rebuilds them exactly.
 
-Neither named tuples nor dataclasses are rebuilt by calling their class, which may compute. Any other node of
-a pytree is made by the function that its class is registered with, and taken apart once more. A node that
-does not come back as it was is refused.
+Named tuples and dataclasses are rebuilt without calling their class, which may compute. Other pytree nodes
+are rebuilt by their registered function, and taken apart once more to compare. Nodes that differ after that
+are refused.
 
-Outputs and samples have more nodes than pytrees, which `objects=True` stands for: dataclasses that nobody
-has registered, mappings like `UserDict`, and the classes that `register_value` knows.
+With `objects=True`, for outputs and samples, there are more nodes than in pytrees: unregistered dataclasses,
+mappings like `UserDict`, and classes known to `register_value`.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from torchcache2.core.private import pytree
 
 BARE = pytree.tree_flatten(0)[1]  # the structure of a value that is one leaf
 
-_DEEPEST = 100  # nodes inside of each other
+_DEEPEST = 100  # nested nodes
 _MAPPINGS = (dict, collections.OrderedDict)
-_VALUE = "_torchcache_value"  # attribute of a class: how `register_value` was told to take it apart
-_MARKS = ("_dynamo", "_is_")  # attributes that torch puts on tensors; `persistent` is another, on buffers
+_VALUE = "_torchcache_value"  # attribute of a class: the functions given to `register_value`
+_MARKS = ("_dynamo", "_is_")  # attributes that torch sets on tensors (and `persistent` on buffers)
 
 Opened = tuple[Any, Any, Sequence[Any]]  # the type of a node, its context, and its children
 Opener = Callable[[Any, str], "Opened | None"]  # of a value and its path; None for a leaf
 
 
 class Node:
-    """A node type of pytrees that only schemas name: what a value is besides the tensors in it.
+    """A pytree node type used only in schemas: describes a value besides its tensors.
 
     Parameters
     ----------
     module : str
-        The module that files name. It stays when the code moves, as does the name of the class.
+        The module named in files. It stays when code moves, like the name of the class.
 
     Attributes
     ----------
@@ -65,15 +65,15 @@ class Node:
 
 
 class UnstorableError(Exception):
-    """A value that cannot be kept, or would not come back as it was.
+    """A value that cannot be stored, or not restored exactly.
 
     Attributes
     ----------
     what, advice : str
-        What it is, and what to return in its place; ``{}`` in the advice is its path, and the advice may be
+        What it is, and what to return instead; ``{}`` in the advice stands for its path; the advice may be
         empty.
     path : str
-        Where it is, as in ``output['image'][0]``.
+        Its place, such as ``output['image'][0]``.
     """
 
     def __init__(self, what: str, advice: str = "") -> None:
@@ -81,7 +81,7 @@ class UnstorableError(Exception):
         self.what, self.advice, self.path = what, advice, ""
 
     def inside(self, path: str) -> UnstorableError:
-        """The same, seen from a value around it that has it at a path."""
+        """The same error, from the view of an outer value that has it at a path."""
         self.path = path + self.path
         return self
 
@@ -105,17 +105,17 @@ def register_value(cls: type, take_apart: Callable[[Any], Any], rebuild: Callabl
     Parameters
     ----------
     cls : type
-        A class of Python that can be imported by its name.
+        A Python class that can be imported by its name.
     take_apart : callable
         ``take_apart(value)`` returns the parts of an object: tensors and arrays with a first dimension for
         the batch, lists with an entry per item, numbers, texts, and tuples, lists and dicts of them.
     rebuild : callable
-        ``rebuild(parts)`` returns an object of the class with these parts. Each hit has one of its own.
+        ``rebuild(parts)`` returns a new object of the class with these parts.
 
     Raises
     ------
     OptionError
-        If `cls` is not a class, takes no attributes, or is known to pytrees already.
+        If `cls` is not a class, takes no attributes, or is already a pytree node type.
 
     Examples
     --------
@@ -148,7 +148,7 @@ def register_value(cls: type, take_apart: Callable[[Any], Any], rebuild: Callabl
         raise OptionError(f"cls={_name(cls)} {text}") from None
 
 
-register_value.__module__ = "torchcache2"  # where people import it from
+register_value.__module__ = "torchcache2"  # its public path
 
 
 def _encoding(cls: Any, state: bytes) -> Any:
@@ -157,7 +157,7 @@ def _encoding(cls: Any, state: bytes) -> Any:
     return value
 
 
-# How classes are taken apart, and rebuilt by a function of the class and its parts.
+# Functions that take objects of a class apart, and that rebuild them from class and parts.
 _Functions = tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]
 _KNOWN: dict[str, _Functions] = {
     "diffusers.models.autoencoders.vae.DiagonalGaussianDistribution": (
@@ -169,7 +169,7 @@ _KNOWN: dict[str, _Functions] = {
 
 
 def _functions(cls: Any) -> _Functions | None:
-    """How a class is taken apart and rebuilt that is neither a pytree nor a dataclass."""
+    """The functions for a class that is neither a pytree node nor a dataclass."""
     functions = type.__getattribute__(cls, "__dict__").get(_VALUE)
     if functions is not None:
         return functions  # type: ignore[no-any-return]
@@ -178,12 +178,12 @@ def _functions(cls: Any) -> _Functions | None:
 
 
 def _is_mapping(cls: Any) -> bool:
-    """Whether a class is like `UserDict`: its objects have nothing but attributes."""
+    """Whether a class is like `UserDict`, with all state in attributes."""
     return one_of(collections.UserDict, type.__getattribute__(cls, "__mro__")) and _is_of_python(cls)
 
 
 def is_node(cls: Any) -> bool:
-    """Whether outputs and samples are taken apart where a class is met; no code of it runs."""
+    """Whether instances of a class are taken apart in outputs and samples; runs no code of it."""
     return is_registered(cls) or is_record(cls) or _is_mapping(cls) or _functions(cls) is not None
 
 
@@ -193,7 +193,7 @@ def opened(value: Any, *, objects: bool = False) -> tuple[Any, Any, list[Any]] |
     Raises
     ------
     UnstorableError
-        If `closed` would make another value of them.
+        If `closed` would build another value from them.
     """
     kind: Any = type(value)
     if kind is tuple or kind is list:
@@ -226,7 +226,7 @@ def opened(value: Any, *, objects: bool = False) -> tuple[Any, Any, list[Any]] |
     else:
         try:
             context, children = _flattened(kind, value)
-            context = copy.deepcopy(context)  # it may be changed with the value
+            context = copy.deepcopy(context)  # may change with the value
             state = attributes(closed(kind, context, children))
             is_same = same(sorted(state.items()), sorted(attributes(value).items()))
         except Exception:  # whatever the functions of that class raise
@@ -257,7 +257,7 @@ def closed(kind: Any, context: Any, children: Iterable[Any]) -> Any:
         for name, child in zip(names, children, strict=True):
             if type(static(kind, name)) is types.MemberDescriptorType:
                 object.__setattr__(value, name, child)
-            else:  # not through a descriptor of the class, which may compute
+            else:  # bypass descriptors, which may compute
                 vars(value)[name] = child
     else:
         value = pytree.SUPPORTED_NODES[kind].unflatten_fn(children, copy.deepcopy(context))
@@ -274,7 +274,7 @@ def _flattened(kind: Any, value: Any) -> tuple[Any, list[Any]]:
 def taken_apart(value: Any, opened: Opener) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]:
     """The leaves of a value with their paths, as in ``['hidden'][0]``, and its structure.
 
-    `UnstorableError` if a node would not come back, or if nodes are nested too deep.
+    `UnstorableError` if a node cannot be restored, or nodes are nested too deep.
     """
     leaves: list[tuple[str, Any]] = []
     return leaves, _structure(value, "", 0, opened, leaves)
@@ -313,7 +313,7 @@ def _steps(value: Any, kind: Any, context: Any, children: Sequence[Any]) -> Sequ
     is_known = kind is not collections.namedtuple and is_registered(kind)
     if is_record(type(value)) or not is_known:
         names = context if type(context) is list else fields_of(type(value))
-        if names is None:  # what `register_value` names has one child
+        if names is None:  # classes of `register_value` have one child
             return [""]
         return [f".{name}" for name in names] if len(names) == len(children) else numbers
     keyed = pytree.SUPPORTED_NODES[kind].flatten_with_keys_fn
@@ -323,7 +323,7 @@ def _steps(value: Any, kind: Any, context: Any, children: Sequence[Any]) -> Sequ
 def rebuilt(
     spec: pytree.TreeSpec, leaves: Iterator[Any], closed: Callable[[Any, Any, list[Any]], Any] = closed
 ) -> Any:
-    """The value with a structure and leaves; `UnstorableError` if a class refuses them.
+    """Rebuild a value from structure and leaves; `UnstorableError` if a class refuses them.
 
     ``closed(kind, context, children)`` makes each node.
     """
@@ -339,7 +339,7 @@ def specs_of(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
 
 
 def opened_or_none(value: Any, *, objects: bool = False) -> tuple[Any, Any, list[Any]] | None:
-    """What `opened` returns; None also for a node that would not come back."""
+    """Like `opened`, but None also for a node that cannot be restored."""
     try:
         return opened(value, objects=objects)
     except UnstorableError:
@@ -347,7 +347,7 @@ def opened_or_none(value: Any, *, objects: bool = False) -> tuple[Any, Any, list
 
 
 def leaves_of(value: Any, *, objects: bool = False) -> list[Any]:
-    """Everything in a value that is no container, and the containers that would not come back."""
+    """All leaves of a value, including containers that cannot be restored."""
     node = opened_or_none(value, objects=objects)
     if node is None:
         return [value]
@@ -375,7 +375,7 @@ def mapped(
 def same(left: Any, right: Any, met: set[tuple[int, int]] | None = None) -> bool:
     """Whether two values are equal in type and content; a tensor is equal to itself only.
 
-    `met` are pairs of containers that are compared elsewhere, as one may be in others many times.
+    `met` has pairs of containers already compared, as containers may be shared.
     """
     if left is right:
         return True
@@ -394,12 +394,12 @@ def same(left: Any, right: Any, met: set[tuple[int, int]] | None = None) -> bool
         return repr(left) == repr(right)
     try:
         return bool(left == right)
-    except Exception:  # arrays raise it
+    except Exception:  # raised by arrays
         return False
 
 
 def same_structure(left: pytree.TreeSpec, right: pytree.TreeSpec) -> bool:
-    """Whether two structures make the same values of leaves, unlike ``==``, for which 1 and True are one."""
+    """Whether two structures build the same values, unlike ``==``, where 1 equals True."""
     if left is right:
         return True
     ours, theirs = specs_of(left), specs_of(right)
@@ -431,7 +431,7 @@ def is_key(value: Any, depth: int = 100) -> bool:
 
 
 def has_attributes(tensor: Tensor) -> bool:
-    """Whether somebody has given a tensor attributes of its own."""
+    """Whether a tensor has attributes set by the user."""
     own = vars(tensor)
     return own != {} and any(name != "persistent" and not name.startswith(_MARKS) for name in own)
 
@@ -443,7 +443,7 @@ def static(cls: Any, name: str) -> Any:
 
 
 def one_of(cls: Any, classes: Any) -> bool:
-    """Whether a class is one of some classes, some of which have no hash."""
+    """Whether a class is one of some classes, which need not be hashable."""
     return any(cls is other for other in list(classes))
 
 
@@ -461,7 +461,7 @@ def is_namedtuple(cls: Any) -> bool:
 
 
 def is_record(cls: Any) -> bool:
-    """Whether a class is a dataclass that extends no class of C, as a ``ModelOutput`` extends dicts."""
+    """Whether a class is a dataclass without C base classes (unlike ``ModelOutput``, which extends dict)."""
     return static(cls, "__dataclass_fields__") is not None and _is_of_python(cls)
 
 
@@ -472,7 +472,7 @@ def _is_of_python(cls: Any) -> bool:
 
 
 def fields_of(cls: Any) -> list[str] | None:
-    """The names of the children of a class, if these have names."""
+    """The names of a class's children; None if they have none."""
     if is_namedtuple(cls):
         return list(static(cls, "_fields"))
     if issubclass(cls, tuple) and static(cls, "n_sequence_fields") is not None:  # such as `torch.max` returns

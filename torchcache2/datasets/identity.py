@@ -283,8 +283,9 @@ def explained_dataset(
     name, kind : str
         The dataset's name in messages, and the ``class`` of its `document`.
     now : Fingerprint
-        The dataset's fingerprint. directory : CacheDirectory, optional A folder with fingerprints of other
-        datasets of the class.
+        The dataset's fingerprint.
+    directory : CacheDirectory, optional
+        A folder with fingerprints of other datasets of the class.
     since : str
         When this run began, as an ISO time.
     bypass : str, optional

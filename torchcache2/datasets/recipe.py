@@ -35,7 +35,9 @@ class Recipe:
     Attributes
     ----------
     title : str
-        Its name in messages. identity : Identity Identifies the samples.
+        Its name in messages.
+    identity : Identity
+        Identifies the samples.
     document : dict
         The content of ``fingerprint.json``.
     settings : CacheSettings

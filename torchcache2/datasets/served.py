@@ -376,8 +376,11 @@ class ServedRecipe(Recipe):
     Attributes
     ----------
     place : str
-        The folder or bucket of the samples. length : int or None How many samples the dataset has. partial :
-        bool Whether samples may be missing.
+        The folder or bucket of the samples.
+    length : int or None
+        How many samples the dataset has.
+    partial : bool
+        Whether samples may be missing.
     is_checked : bool
         Whether it was checked that all are there.
     opening : Objects or None

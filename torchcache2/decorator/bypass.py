@@ -1,6 +1,6 @@
-"""May this call be cached? Every reason why not, where it is found, and the advice for it.
+"""Decides if a call may be cached: every reason against it, where it is checked, and advice for it.
 
-The checks that need no forward are here, in this order: of the module, of the arguments, of the weights.
+Checks that need no forward are here, in this order: of the module, the arguments, the weights.
 `torchcache2.decorator.forward` checks what the forward did, and `torchcache2.decorator.probe` whether items
 depend on their batch.
 """
@@ -31,9 +31,9 @@ from torchcache2.identity.namespace import Facts, NamespaceKeeper, Seen
 class Reason(NamedTuple):
     """A reason why calls are not cached.
 
-    `asked` says which part is checked for it. The module and the weights are checked at every call, at little
-    cost. To check the arguments or the forward costs as much as caching does. `advice` says what to do; it is
-    empty where the text of each case says it.
+    `asked` names the part that is checked. Module and weights are checked at every call, cheaply; checking
+    the arguments or the forward costs as much as caching. `advice` says what to do; it is empty if the text
+    of each case does.
     """
 
     asked: Literal["module", "weights", "arguments", "forward"]
@@ -68,7 +68,7 @@ REASONS = {
     "output": Reason("forward"),
     "unreadable": Reason("module", "a name that an object does not have has to raise an AttributeError"),
 }
-_BATCH = {  # what to do about a dependence on the batch, by how it showed
+_BATCH = {  # advice about a dependence on the batch, by how it was found
     "": (
         "if the batch is not the first dimension, use batch_first=True; name arguments of the whole batch in "
         "shared_args; or decorate a narrower function, which computes each item by itself"
@@ -107,7 +107,7 @@ _BATCH = {  # what to do about a dependence on the batch, by how it showed
     "quantized": "quantize statically, or weights only",
     "stack": "pad outputs to a fixed shape, or decorate what runs before items are padded to the longest",
 }
-_LAYERS = {  # reason and text by what an `UnsteadyLayer` does
+_LAYERS = {  # reason and text, by `UnsteadyLayer.does`
     "drops out": ("training", "{} drops out at random"),
     "normalises": ("training", "{} normalises by the statistics of the batch"),
     "scales": ("batch", "the dynamically quantized {} scales by the range of the batch"),
@@ -117,11 +117,11 @@ _LAYERS = {  # reason and text by what an `UnsteadyLayer` does
 def batch_advice(cause: str) -> str:
     """What to do about items whose output depends on their batch.
 
-    `cause` is how that showed. For a part of a batch, outputs have another ``"shape"`` or ``"structure"``,
-    the forward ``"raises"``, or values differ, by as little as ``"rounding"`` or by more (``"values"``).
-    Equal items of one batch differ (``"repeat"``). A batch that was ``"found"`` differs when it is computed,
-    or the module was ``"edited"`` meanwhile. The module is dynamically ``"quantized"``. Outputs have no
-    single shape, so they do not ``"stack"``. The cause is an empty text if it is no longer known.
+    `cause` is how that was found. For a part of a batch, outputs have another ``"shape"`` or ``"structure"``,
+    the forward ``"raises"``, or values differ, as little as by ``"rounding"``, or more (``"values"``).
+    Outputs of equal items of one batch differ (``"repeat"``). A ``"found"`` batch differs from a computed
+    one, or the module was ``"edited"`` meanwhile. The module is dynamically ``"quantized"``. Outputs have
+    several shapes, so they do not ``"stack"``. An empty text: unknown by now.
     """
     return _BATCH[cause]
 
@@ -129,8 +129,8 @@ def batch_advice(cause: str) -> str:
 class BypassError(RefusedError):
     """Raised where a check finds that a call cannot be cached.
 
-    `reason` is a key of `REASONS`, and `text` says why and what to do. If it `is_final`, calls of this kind
-    are not expected to be cached later.
+    `reason` is a key of `REASONS`, and `text` says why and what to do. If it `is_final`, later calls of this
+    kind will probably not be cached either.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class BypassError(RefusedError):
 
     @classmethod
     def all_of(cls, stops: Sequence[BypassError]) -> BypassError:
-        """The error for everything that holds for one call, so that all can be mended at once.
+        """One error for all reasons of a call, so that the user can fix all at once.
 
         It counts as the first.
         """
@@ -185,14 +185,14 @@ def of_reading(keeper: NamespaceKeeper, root: Any) -> Facts | BypassError:
         return keeper.facts(root)
     except TorchcacheError:
         raise
-    except Exception as error:  # such as that of an attribute that should have been an `AttributeError`
+    except Exception as error:  # such as from a property that should raise `AttributeError`
         return BypassError.because("unreadable", f"reading it raised {error!r}")
 
 
 def of_module(keeper: NamespaceKeeper, root: Any, *, is_without_grad: bool) -> list[BypassError]:
-    """Why no call of the module can be cached now, whatever its arguments are; empty if it can.
+    """Why no call of the module can be cached now, with any arguments; empty if calls can.
 
-    `is_without_grad` says that the forward turns grad mode off by itself, so that it makes no graph.
+    `is_without_grad`: the forward turns grad mode off by itself, so that it makes no graph.
     """
     stops = list[BypassError]()
     facts = of_reading(keeper, root)
@@ -235,17 +235,17 @@ def ask_arguments(
     *,
     is_without_grad: bool = False,
 ) -> BoundCall | None:
-    """The call, bound to a signature; raises if its arguments cannot be put in keys, or for `stops`.
+    """Bind a call to a signature; raises for `stops`, or if its arguments cannot be put in keys.
 
-    Modules and other objects among the arguments are asked as the module itself is, by `of_module`.
-    None if the arguments do not fit the signature: the plain forward then raises the usual error.
+    Modules and other objects among the arguments are checked by `of_module`, like the module itself. None if
+    the arguments do not fit the signature: the plain forward then raises the usual error.
     """
     try:
         call = signature.bind(args, kwargs)
         for value, other, seen in call.objects:
             stops = [*stops, *of_module(other, value, is_without_grad=is_without_grad)]
             ask_weights(seen)
-            if other.mistaken:  # rows that were computed with it are in the namespace of the function
+            if other.mistaken:  # rows computed with it are in the function's namespace
                 other.mistaken = []
                 keeper.mistaken.append(keeper.fingerprint.namespace)
         if torch.is_grad_enabled() and call.requires_grad:
@@ -269,7 +269,7 @@ def ask_arguments(
 
 
 def ask_weights(seen: Seen) -> None:
-    """Raise if the forward may compute with older weights than those that were read."""
+    """Raise if the forward may compute with older weights than those in the key."""
     if seen.has_old_casts:
         text = "weights have changed while autocast is on, which keeps its copies of the old ones"
         raise BypassError.because("autocast", text)

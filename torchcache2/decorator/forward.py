@@ -37,7 +37,7 @@ from torchcache2.identity.guard import Undo
 from torchcache2.identity.items import item_keys
 from torchcache2.identity.namespace import NamespaceKeeper, Seen
 
-_MOST_CONTEXTS = 1000  # of which it is known what lists in their outputs are
+_MOST_CONTEXTS = 1000  # contexts whose outputs' lists are known
 _MOST_KINDS = 10_000
 _CPU = torch.device("cpu")
 
@@ -50,14 +50,15 @@ class Known:
     Attributes
     ----------
     signature : Signature
-        That of the method without the cache.
+        The signature of the plain method.
     random : Backoff
-        Calls whose forward was random, or seemed to be, by `context`. A forward that seeds a generator leaves
-        it in the same state each time, so that nothing shows: such calls are not cached again. But if there
-        are other threads, one of them may have drawn the numbers: then caching is tried again after some
-        calls, with the generators in another state.
+        Calls whose forward was random, or seemed to be, by `context`. A forward that seeds a generator always
+        leaves it in the same state, which may hide the draws: so such calls are never cached again. But with
+        other threads, one of them may have drawn the numbers: then caching is tried again after some calls,
+        with the generators in another state.
     shapes : dict
-        The shapes of items' outputs, by group of keys, of calls that leave no trace; see `_shapes_of_items`.
+        The shapes of items' outputs, by group of keys, for calls without side effects; see
+        `_shapes_of_items`.
     """
 
     signature: Signature
@@ -79,11 +80,11 @@ class Known:
         )
 
     def context(self, namespace: bytes, call: BoundCall) -> bytes:
-        """A digest of the namespace and the arguments that are not batched."""
+        """A digest of the namespace and of the arguments that are not batched."""
         return digest([namespace, call.context])
 
     def lists(self, context: bytes) -> Lists:
-        """Which lists have an entry per item, in the outputs of calls of a context."""
+        """Which lists in the outputs of a context's calls have an entry per item."""
         if len(self._lists) >= _MOST_CONTEXTS:
             self._lists.clear()
         return Lists(self.samples, self._lists.setdefault(context, {}))
@@ -92,10 +93,10 @@ class Known:
 def may_check(
     known: Known, root: Any, call: BoundCall, seen: Seen, is_first: bool, is_found: bool = False
 ) -> bool:
-    """Whether the forward can run to check a batch, the first of its kind or a later one.
+    """Whether the forward may run just to check a batch, the first of its kind or a later one.
 
-    A batch that is all found is not worth loading a module for. Ranks in step share out what is computed,
-    so that one that computes its whole batch delays all: only a rank that is alone checks later batches.
+    No module is loaded just to check a batch that is all found. Ranks in step divide the work, so that one
+    that computes its whole batch delays all: only without other ranks are later batches checked.
     """
     is_alone = known.settings.distributed != "collective"
     if seen.shards is not None or devices_apart(call, root, seen) or not (is_first or is_alone):
@@ -107,21 +108,20 @@ def may_check(
 
 
 class Computation:
-    """Runs the forward for some items of a call, and finds out whether the output may be stored.
+    """Runs the forward for some items of a call, and decides whether the output may be stored.
 
-    It is the `Source` of a batch. There is one for each call, and most find all items, so that it computes
-    nothing.
+    It is the `Source` of a batch, one for each call. Most calls find all items, so that it computes nothing.
 
     Attributes
     ----------
     root
-        The module or function, and `seen` what its keeper has seen of it for this call.
+        The module or function; `seen` is its state as seen by its keeper for this call.
     checks : Checks
-        Whether the whole batch is to be computed.
+        Decides whether to compute the whole batch.
     has_run : bool
-        Whether it was asked for any item.
+        Whether any items were requested.
     ran : list
-        The output of a forward that may not run again.
+        Holds the output of a forward that must not run again.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Computation:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the forward waits for other processes: it runs for whole batches, and once at most."""
+        """Whether the forward waits for other processes: it runs for whole batches, at most once."""
         return self.seen.shards is not None
 
     @functools.cached_property
@@ -161,7 +161,7 @@ class Computation:
 
     @property
     def device(self) -> torch.device:
-        """The device of the batch or, if that is no tensor, of the weights."""
+        """The device of the batch or, without batched tensors, of the weights."""
         tensors = chain(self.seen.tensors.tensors, self.seen.shards.tensors() if self.seen.shards else ())
         known = self.call.device or next((tensor.device for tensor in tensors), None)
         return known or next((lazy.device() for lazy in lazies_of(self.keeper, self.call)), _CPU)
@@ -202,11 +202,11 @@ class Computation:
                 undo()
             return self._whole_of_odd(shapes)
         if is_odd or self.checks.computes_parts:
-            # The forward may write the output of a part into the memory of this output, so this is copied.
+            # Copy: the forward may reuse this output's memory for the output of a part.
             copied = mapped(_copied, output, objects=True)
             try:
                 whole = self._rows(copied, len(self.keys))
-            except (UnstorableError, OutputError):  # it cannot be kept
+            except (UnstorableError, OutputError):  # it cannot be stored
                 self.checks.is_conclusive = False
                 return output
             if is_odd and not self.call.entries:
@@ -220,13 +220,12 @@ class Computation:
         return output
 
     def _traceless(self, positions: Tensor, is_whole: bool) -> tuple[Any, Inputs, Undo | None]:
-        """The output of the forward for some items, if it has left no trace; the arguments that it got.
+        """Run the forward for some items; returns its output if it had no side effects, and its arguments.
 
-        The last value restores what it has changed, if these were copies. Raises `NotStoredError` if it has
-        left a trace.
+        The last value undoes its changes, if these were copies. Raises `NotStoredError` after side effects.
         """
-        # A forward that may be random runs a second time, and then needs the caller's arguments as they were:
-        # so at first it gets a copy of them. One that waits for other processes can run but once.
+        # A forward that may be random runs twice, and then needs the caller's unchanged arguments: so at
+        # first it gets copies. A forward that waits for other processes can run only once.
         was_random = self.context in self.random
         is_suspect = was_random and not self.is_sharded
         is_callers = is_whole and not is_suspect
@@ -240,7 +239,7 @@ class Computation:
         undo = None if is_callers else self.keeper.undo(self.seen, self.root, self.call.objects)
         state = RandomState(self.keeper.generators)
         output = self._run(inputs, state, undo, is_suspect, len(positions))
-        self.ran = [output] if is_callers else []  # until it is known that nothing was changed
+        self.ran = [output] if is_callers else []  # until we know that nothing was changed
         try:
             stop = self._trace(inputs, state, is_suspect, output)
         except torch.cuda.OutOfMemoryError:
@@ -266,9 +265,8 @@ class Computation:
     def _may_compute_parts(self) -> bool:
         """Whether the forward may run for a part of the batch.
 
-        It may if calls like this one have left no trace before: a module that sets itself up, or counts its
-        calls, must do so once, and with the caller's own arguments. Also, it must be known which arguments
-        belong to the items.
+        It may if such calls had no side effects before: a module that sets itself up, or counts its calls,
+        must do so once, with the caller's own arguments. Also, we must know which arguments belong to items.
         """
         is_known = self.keys.group in self.known.shapes or self.context in self.random
         return is_known and not (self.is_sharded or self.checks.computes_parts or self.call.aligned)
@@ -287,15 +285,15 @@ class Computation:
                 return mapped(_waited, output, objects=True) if self.is_sharded else output
             return output
         except Exception as error:
-            if count == self.call.batch_size or is_out_of_memory(error):  # the whole batch would need more
+            if count == self.call.batch_size or is_out_of_memory(error):  # the whole batch needs even more
                 raise
             failure = f"the forward of {count} of its {self.call.batch_size} items raises {shown(error)}"
-        # If the forward raises for the whole batch too, the caller sees that exception, as without a cache.
+        # If this raises for the whole batch too, the caller sees that exception, as without a cache.
         output = self._run_again(None, undo)
         raise not_stored("batch", output, failure, cause="raises")
 
     def _run_disturbed(self, inputs: Inputs, state: RandomState) -> Any:
-        """Run the forward with other random numbers than the caller's, to see whether it draws any."""
+        """Run the forward with the generators in another state, to see whether it draws numbers."""
         state.disturb()
         try:
             output = self.forward(inputs.args, inputs.kwargs)
@@ -308,10 +306,10 @@ class Computation:
         return output
 
     def _run_again(self, output: Any, undo: Undo | None, state: RandomState | None = None) -> Any:
-        """The output of a forward that has run with the caller's own arguments.
+        """An output computed with the caller's own arguments.
 
-        That is `output`, if there is no `undo`. Otherwise the forward has run with copies: its changes are
-        undone, the generators go back to `state`, if given, and the forward runs once more.
+        Without `undo`, that is `output`. Otherwise the forward ran with copies: undo its changes, restore the
+        generators to `state`, if given, and run it again.
         """
         if undo is None:
             return output
@@ -344,24 +342,24 @@ class Computation:
         return BypassError.all_of(found) if found else None
 
     def _look_at_loaded(self) -> list[BypassError]:
-        """Why the output is not stored of modules that the forward has loaded; from now on they are seen."""
+        """Take modules that the forward has loaded into account; returns reasons not to store the output."""
         self._walks, self.seen = self.keeper.walks, self.keeper.look(self.root)
         stops = of_module(self.keeper, self.root, is_without_grad=True)
-        if self.keeper.generators:  # nobody knows in which state these were
+        if self.keeper.generators:  # their state before is unknown
             why = "a module with generators of its own was loaded in this call"
             stops.append(BypassError.because("random", why, is_final=False))
         return stops
 
     def _is_odd(self, shapes: Shapes | None) -> bool:
-        """Whether items had outputs of another shape before.
+        """Whether items had outputs of another shape in earlier batches.
 
-        All items of a batch have outputs of one shape. If it differs between batches, it depends on them.
+        Within a batch, all outputs have one shape. If that differs between batches, items depend on them.
         """
         known = self.known.shapes.get(self.keys.group)
         return self.known.settings.probe and None not in (known, shapes) and known != shapes
 
     def _whole_of_odd(self, shapes: Shapes | None) -> WholeBatch:
-        """Compute the whole batch, after a part of it had outputs of other shapes than items had before."""
+        """Compute the whole batch, after a part of it had outputs of other shapes than before."""
         text = self._odd_text(shapes)
         whole = self._whole_batch()
         if self._shapes_of_items(whole.output, self.call.batch_size) != shapes:
@@ -376,7 +374,7 @@ class Computation:
         return rows_of(output, count, self.lists, device=self.device)
 
     def _probed(self, output: Any, whole: Rows) -> Any:
-        """The output of the whole batch, after parts were computed alone, and compared with its rows."""
+        """The output of the whole batch, once parts were computed alone and compared with its rows."""
         probe = Probe(
             whole,
             self.keys,
@@ -392,7 +390,7 @@ class Computation:
         return output
 
     def _alone(self, part: Sequence[int], aligned: bool) -> Any:
-        """The output of some items, computed by themselves; what that has changed is undone."""
+        """The output of some items, computed by themselves; undoes side effects."""
         undo = self.keeper.undo(self.seen, self.root, self.call.objects)
         state = RandomState(self.keeper.generators)
         try:
@@ -401,22 +399,21 @@ class Computation:
             return computed_again(self.forward, *args)
         finally:
             self.keeper.accept_memos(self.seen, self.root)
-            # The forward has just run for the whole batch, and has changed at most attributes that it never
-            # reads. These are put back. Everything else is put back only if there is no other thread, which
-            # might have made the change.
+            # The forward has just run for the whole batch, and changed at most attributes that it never
+            # reads: restore these. Restore the rest only without other threads, which may have changed it.
             undo.attributes()
             if threading.active_count() == 1:
                 undo()
                 state.restore()
 
     def _remember(self, shapes: Shapes | None) -> None:
-        """Note that calls like this one leave no trace."""
+        """Record that such calls have no side effects."""
         if len(self.known.shapes) >= _MOST_KINDS:
             self.known.shapes.clear()
         self.known.shapes[self.keys.group] = shapes
 
     def _own(self, output: Any, inputs: list[Tensor]) -> Any:
-        """The output, in which tensors that share memory with other tensors are copied."""
+        """The output, with copies of tensors that share memory with other tensors."""
         borrowed = set(map(_storage, (*inputs, *self.seen.tensors.tensors)))
 
         def own(leaf: Any) -> Any:
@@ -433,27 +430,27 @@ class Computation:
         return mapped(own, output, objects=True)
 
     def _with_lists(self, output: Any, positions: Tensor) -> Any:
-        """The output, after it is known which of its lists have an entry for each item.
+        """Find out which of the output's lists have an entry for each item; returns the output.
 
-        If a list is as long as the batch for the first time, one item is computed again, in a batch of
-        another size.
+        If a list is as long as the batch for the first time, computes one item again, in a batch of another
+        size.
         """
         if isinstance(output, Tensor):
             return output
         lists, count = self.lists, len(positions)
         unsettled = lists.unsettled(output, count)
         if unsettled and may_check(self.known, self.root, self.call, self.seen, True):
-            # The forward may write to the memory of this output.
+            # The forward may reuse this output's memory.
             output = mapped(_copied, output, objects=True)
             part = positions[:1].tolist() * (1 if count > 1 else 2)
-            with contextlib.suppress(Exception):  # then it is unknown, and such lists are not stored
+            with contextlib.suppress(Exception):  # then such lists are not stored
                 lists.settle(unsettled, self._alone(part, bool(self.call.aligned)), len(part))
         return output
 
     def _shapes_of_items(self, output: Any, count: int) -> Shapes | None:
         """The shapes of the tensors of an item's output; None if one has no batch, or there are no items.
 
-        Those in lists with an entry for each item may have any.
+        Excludes lists with an entry for each item: there, shapes may differ.
         """
         leaves = [output] if isinstance(output, Tensor) else self.lists.leaves(output)[1]
         arrays = (Tensor, np.ndarray)
@@ -468,12 +465,12 @@ class Computation:
 def _storage(tensor: Tensor) -> int:
     try:
         return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # a subclass or layout that has no storage
+    except (NotImplementedError, RuntimeError):  # a subclass or layout without storage
         return 0
 
 
 def _waited(leaf: Any) -> Any:
-    """What tensor parallelism returns in place of a tensor that is on its way, as the tensor."""
+    """Wait for a tensor that tensor parallelism returns before it has arrived."""
     return leaf.trigger_wait() if type(leaf).__name__ == "AsyncCollectiveTensor" else leaf
 
 

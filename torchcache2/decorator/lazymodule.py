@@ -1,8 +1,8 @@
-"""Weights that are not here when an item is missing: of a `LazyModule`, or of a module on another device.
+"""Handles misses whose weights are absent: in a `LazyModule`, or in a module on another device.
 
-A `LazyModule` is loaded when it first has to compute something. Another module may be moved away once its
-items are cached, because hits need no weights. A miss needs them, and the error that torch raises for it says
-neither that a cache is involved, nor what to do: see `with_device_hint`.
+A `LazyModule` is loaded when it first must compute something. Other modules may be moved away once their
+items are cached, because hits need no weights. But a miss does, and torch's error mentions neither the cache
+nor a remedy: see `with_device_hint`.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from torchcache2.identity.namespace import NamespaceKeeper, Seen, namespace_of
 from torchcache2.identity.sharded import ShardedError, weights_of
 from torchcache2.identity.walk import Lazy
 
-_RACY = 2.0  # seconds; a file may be written again within one tick of the clock of its file system
+_RACY = 2.0  # seconds; a file may change again within one tick of its file system's clock
 _PIECE = 4 << 20
 _WHY: ContextVar[str] = ContextVar("torchcache2_why", default="it is called without the cache")
 _Status = list[tuple[Any, ...]]
 
 
 def lazies_of(keeper: NamespaceKeeper, call: BoundCall) -> list[Lazy]:
-    """The modules that need not be loaded, of a cached module or function and of the arguments of a call."""
+    """The lazy modules in a cached module or function, and in the arguments of a call."""
     return [*keeper.lazies, *[lazy for one in call.objects for lazy in one.keeper.lazies]]
 
 
 def devices_apart(call: BoundCall, root: Any, seen: Seen) -> tuple[str, str] | None:
-    """The devices of the batch and of the weights, if no weight is where the batch is."""
-    weights = list(weights_of(root)) or seen.tensors.tensors  # a `LazyModule` has none itself
+    """The devices of the batch and of the weights, if they have none in common."""
+    weights = list(weights_of(root)) or seen.tensors.tensors  # a `LazyModule` itself has none
     here, there = {tensor.device for _, tensor in call.leaves}, {tensor.device for tensor in weights}
     if not (here and there and here.isdisjoint(there)):
         return None
@@ -64,10 +64,10 @@ def devices_apart(call: BoundCall, root: Any, seen: Seen) -> tuple[str, str] | N
 
 @contextlib.contextmanager
 def with_device_hint(name: str, call: BoundCall, root: Any, seen: Seen, positions: Tensor) -> Iterator[None]:
-    """Around the forward of some items: if torch refuses to run it with its weights elsewhere, say so.
+    """Encloses the forward of some items: explains torch's error if the weights are on another device.
 
-    The forward runs as usual: it may move its weights or its inputs itself. A module that is loaded for it
-    knows why.
+    The forward runs as usual: it may move its weights or inputs itself. Modules loaded meanwhile log this as
+    the reason.
     """
     token = _WHY.set(f"{len(positions)} of {call.batch_size} items of a call have to be computed")
     try:
@@ -77,7 +77,7 @@ def with_device_hint(name: str, call: BoundCall, root: Any, seen: Seen, position
         if apart is None or seen.shards is not None or not _is_torchs(error):
             raise
         here, there = apart
-        moved = "" if there == "meta" else f", or the batch to {there}"  # those have no content
+        moved = "" if there == "meta" else f", or the batch to {there}"  # meta tensors have no content
         said = str(error).partition("\n")[0]
         raise DeviceError(
             f"{name}: {len(set(positions.tolist()))} of the {call.batch_size} items of this call have to be "
@@ -96,22 +96,22 @@ def _is_torchs(error: RuntimeError) -> bool:
 
 
 class LazyModule(nn.Module):
-    """A module that is loaded when it first has to compute an item.
+    """A module that is loaded only when it must compute an item.
 
-    With a persistent cache, a run that finds all items never loads it. The cache identifies it by the code of
-    its loader and the content of the files, wherever they are.
+    With a persistent cache, a run that finds all items never loads it. The cache identifies it by its
+    loader's code and the content of the files, wherever they are.
 
-    The module is loaded in the mode of this one, at first that of ``eval()``, and with
-    ``requires_grad_(False)``. Loading does not move random generators. ``parameters()`` and ``state_dict()``
-    of this module are empty: the weights are in the files.
+    The loaded module gets the mode of this one, initially that of ``eval()``, and ``requires_grad_(False)``.
+    Loading does not advance random generators. ``parameters()`` and ``state_dict()`` of this module are
+    empty: the weights are in the files.
 
     Parameters
     ----------
     load : callable
-        Returns the module, and takes no argument. What it closes over is part of the key, except for the
-        paths in `files`, which it should keep in variables.
+        Returns the module; takes no arguments. Its closure is part of the key, except the paths in `files`,
+        which it should keep in variables.
     files : path or sequence of paths
-        Every file that `load` reads, or folders, of which all files count.
+        Every file that `load` reads, or folders with all of their files.
 
     Raises
     ------
@@ -166,11 +166,11 @@ class LazyModule(nn.Module):
 
     @property
     def module(self) -> nn.Module:
-        """The module; it is loaded if necessary."""
+        """The module; loads it if necessary."""
         return self._lazy.load("it is asked for")
 
     def unload(self) -> None:
-        """Free the module. The next miss loads it again, without edits that were made meanwhile."""
+        """Free the module. The next miss loads it again, without any edits."""
         self._lazy.unload()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -178,11 +178,11 @@ class LazyModule(nn.Module):
         return self._lazy.load(_WHY.get())(*args, **kwargs)
 
     def method(self, name: str) -> Callable[..., Any]:
-        """A function that calls a method of the module, and loads it first if necessary."""
+        """A function that calls a method of the module, loading it first if necessary."""
         return functools.partial(_call_method, self, name)
 
     def train(self, mode: bool = True) -> LazyModule:
-        """Set the mode, of the module too once it is loaded."""
+        """Set the mode, also for the loaded module."""
         super().train(mode)
         self._lazy.training = mode
         if self._lazy.module is not None:
@@ -190,7 +190,7 @@ class LazyModule(nn.Module):
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LazyModule:
-        """Move or convert the module. A move waits until it is loaded; anything else loads it."""
+        """Move or convert the module. A move happens when it is loaded; anything else loads it."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         lazy = self._lazy
         if lazy.module is not None or not lazy.moves(fn):
@@ -202,7 +202,7 @@ class LazyModule(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            # Other libraries only test whether a module has these: that must not load it.
+            # Libraries probe modules for such names: that must not load it.
             if name.startswith(("_", "torchcache_")) or name == "cache_instance":
                 raise
             return getattr(self._lazy.load(f"its attribute {name!r} is read"), name)
@@ -223,7 +223,7 @@ _call_method.__module__ = "torchcache2"
 
 
 class _Lazy:
-    """The loader of a `LazyModule`, and what it has loaded. Safe under threads."""
+    """The loader of a `LazyModule`, and the loaded module. Thread-safe."""
 
     def __init__(
         self,
@@ -239,24 +239,24 @@ class _Lazy:
         self.tokens: dict[int, tuple[object, bytes]] = {}
         self.watchers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._lock = ProcessLock(threading.RLock)
-        self._device = device  # where it is moved when it is loaded
-        self._loaded_from: _Status = []  # the files as they were then
-        self._fresh = b""  # its namespace as it was then
+        self._device = device  # where to move it after loading
+        self._loaded_from: _Status = []  # the files' status at loading
+        self._fresh = b""  # its namespace right after loading
         self._mode = b""
-        self._read: tuple[_Status, bytes] | None = None  # files and the digest of their content
+        self._read: tuple[_Status, bytes] | None = None  # status of files, and digest of their content
         self._expected: dict[bytes, bytes] = {}
         self._told = ToldOnce()
         self._has_imported = False
 
     def places(self) -> dict[str, int]:
-        """See `Lazy`. What the loader imports is imported now, so that its code can be read."""
+        """See `Lazy`. Imports what the loader imports, so that the walk can read its code."""
         if not self._has_imported:
             self._has_imported = True
             scope = getattr(self.loader, "__globals__", {})
             code = getattr(self.loader, "__code__", None)
             for name in names_of(code).imports if code is not None else ():
                 for full in resolved(name, scope.get("__package__")):
-                    with contextlib.suppress(Exception):  # the loader itself will raise it
+                    with contextlib.suppress(Exception):  # the loader itself will raise this
                         importlib.import_module(full)
         return {os.path.abspath(path): number for number, path in enumerate(self.files)}
 
@@ -279,7 +279,7 @@ class _Lazy:
         return found
 
     def content(self, settings: CacheSettings | None) -> bytes:
-        """See `Lazy`. Of files that change while they are read, or since they were loaded, a random one."""
+        """See `Lazy`. Random if files change while they are read, or have changed since they were loaded."""
         if settings is not None and settings.persistent_module_hash is not None:
             return b""
         with self._lock():
@@ -297,16 +297,16 @@ class _Lazy:
                     elif not is_recent:
                         notes.put(key, found)
             except (OSError, OptionError):
-                # A file was deleted: the digest of the files as they were still names what was loaded.
+                # A file was deleted: the earlier digest still identifies what was loaded.
                 return os.urandom(16) if self._read is None else self._read[1]
             self._read = None if is_recent else (status, found)
             return found
 
     def expected(self, loader: bytes, content: bytes, settings: CacheSettings) -> bytes:
-        """See `Lazy`: with a folder, all processes expect the module that the first of them loaded.
+        """See `Lazy`: with a folder, all processes expect the module that the first one loaded.
 
-        A loader may make another module each time, as if it leaves weights as they are initialised. Their
-        rows must not meet.
+        A loader may make a different module each time, such as with randomly initialised weights. Their rows
+        must not mix.
         """
         with self._lock():
             key = digest([b"loaded", loader, content, self._mode])
@@ -323,7 +323,7 @@ class _Lazy:
 
     @opaque
     def load(self, why: str) -> nn.Module:
-        """The module; if it is not loaded, it is now, for a reason that is logged."""
+        """The module; loads it if necessary, logging the reason `why`."""
         module = self.module
         if module is not None:
             return module
@@ -367,7 +367,7 @@ class _Lazy:
             keeper.reset()
 
     def moves(self, fn: Callable[[Tensor], Tensor]) -> bool:
-        """Whether a function moves tensors to a device, or leaves them as they are; notes the device."""
+        """Whether a function only moves tensors, or does nothing; notes the device."""
         for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64):
             for shape in ((), (2, 2, 2, 2), (2, 2, 2, 2, 2)):
                 tensor = torch.ones(shape, dtype=dtype, device="cpu")
@@ -377,16 +377,16 @@ class _Lazy:
                     return False
         try:
             moved = fn(torch.ones((), device="meta")) if moved.device.type == "cpu" else moved
-        except NotImplementedError:  # nothing is moved from there to the CPU
+        except NotImplementedError:  # meta tensors cannot move to the CPU
             self._device = torch.device("cpu")
-        except RuntimeError:  # it does something else
+        except RuntimeError:  # it does more than move
             return False
         else:
             self._device = self._device if moved.is_meta else moved.device
         return True
 
     def device(self) -> torch.device:
-        """Where the weights are, or will be; where that cannot be known, the module is loaded."""
+        """Where the weights are, or will be; loads the module if that is unknown."""
         if self.module is None and self._device is None and torch.cuda.device_count() == 0:
             return torch.device("cpu")
         if self.module is None and self._device is not None:
@@ -412,12 +412,12 @@ class _Lazy:
 
 
 def _names_in(folder: str) -> list[str]:
-    """The files in a folder and in those below it, links followed, by relative name."""
+    """The files in a folder and its subfolders, following links, by relative name."""
     found, seen = [], set()
     for path, folders, names in os.walk(folder, followlinks=True, onerror=_raise):
         one = os.stat(path)
         if (one.st_dev, one.st_ino) in seen:
-            folders.clear()  # a link leads back to it
+            folders.clear()  # a link loop
             continue
         seen.add((one.st_dev, one.st_ino))
         found += [os.path.relpath(os.path.join(path, name), folder) for name in names]
@@ -429,7 +429,7 @@ def _raise(error: OSError) -> None:
 
 
 def _digest(status: _Status) -> bytes:
-    """A digest of the content of files, and of their names in the folders that were named."""
+    """A digest of the files' content, and of their names in the given folders."""
     buffer = bytearray(_PIECE)
     parts = []
     for number, name, path, *_ in status:
@@ -442,7 +442,7 @@ def _digest(status: _Status) -> bytes:
 
 
 def _folder(settings: CacheSettings | None) -> str | None:
-    """The folder of a cache on this machine; None if it has none that lasts."""
+    """A cache's lasting folder on this machine; None if it has none."""
     if settings is None or not settings.is_persistent:
         return None
     place = settings.persistent_cache_dir

@@ -1,4 +1,4 @@
-"""`ModuleCache`: runs a function, or a method of a module or another object, through a cache or past it."""
+"""`ModuleCache`: runs a function, or a method of a module or another object, with or without its cache."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ from torchcache2.identity.namespace import History, NamespaceKeeper
 
 Plain = Callable[..., Any]
 _CPU = torch.device("cpu")
-_MANY = 1000  # items that are missed before a hint says why none was found
+_MANY = 1000  # misses before a hint says why no item was found
 
 
 class _Owner:
-    """The common part of the caches of one object's methods: its state is watched once, and named once.
+    """Shared by the caches of one object's methods, so that its state is watched only once.
 
-    It refers to them weakly: in a cycle of references, their rows would outlive the object for a while.
+    It holds the caches weakly: a reference cycle would keep their rows alive after the object.
     """
 
     def __init__(self, history: History | None) -> None:
@@ -67,7 +67,7 @@ class _Owner:
         self._keepers: dict[tuple[Any, ...], NamespaceKeeper] = {}
 
     def keeper(self, settings: CacheSettings) -> NamespaceKeeper:
-        """What names the object's state, with options that are in the name."""
+        """The keeper of the object's namespace, by the options that are part of it."""
         names = ("persistent_module_hash", "cache_dtype", "distributed", "ignore")
         options = tuple(getattr(settings, name) for name in names)
         if options not in self._keepers:
@@ -77,7 +77,7 @@ class _Owner:
         return self._keepers[options]
 
     def add(self, name: str, cache: ModuleCache) -> None:
-        """Note that a method is cached."""
+        """Register the cache of a method."""
         self.methods[name] = cache
         for keeper in self._keepers.values():
             if name not in keeper.methods:
@@ -86,11 +86,11 @@ class _Owner:
 
 
 class ModuleCache:
-    """The cache of one module, another object, or a function; `bind` says of which.
+    """The cache of a module, another object, or a function, set by `bind`.
 
-    There is one for each method that is cached; of these, an object has the first as its ``cache_instance``,
-    which answers for all of them. Caches of one decorator share the `tiers`, the `history` that `explain`
-    compares with, and the results of `probes`; those `beside` each other are of one object.
+    Each cached method has one; an object's first one is its ``cache_instance``, which represents all of them.
+    Caches of one decorator share `tiers`, `probes`, and the `history` that `explain` uses; those `beside`
+    each other belong to one object.
     """
 
     __module__ = "torchcache2"
@@ -109,17 +109,17 @@ class ModuleCache:
         self.engine: Cache = Cache(bytes(16), settings, tiers=tiers)
         self.engine.face, self.engine.must_stack = weakref.ref(self), settings.probe
         self._owner: _Owner = beside._owner if beside is not None else _Owner(history)
-        self._loops: list[Loop] = []  # over batches whose rows are read ahead
-        self.kept: list[ModuleCache] = []  # those of other methods, if nothing else refers to them
-        self.on_first_call: Callable[[Any], None] | None = None  # gets the object
-        self._tell_missed: AtExit | None = None  # that another method was called, and this one never
+        self._loops: list[Loop] = []  # loops whose batches' rows are read ahead
+        self.kept: list[ModuleCache] = []  # other methods' caches without other references
+        self.on_first_call: Callable[[Any], None] | None = None  # called with the object
+        self._tell_missed: AtExit | None = None  # warns that only another method was called
         self._made = now()
         self.method = "forward"
         self.keeper = self._owner.keeper(settings)
         self._known = Known(settings, self.keeper, Runner(self._owner.thread))
         self._calls: deque[CallSeen] = deque(maxlen=2)
         self._backoff = Backoff(4, 16)
-        self.bypass: str | None = None  # the reason of the last call, if it was not cached
+        self.bypass: str | None = None  # why the last call was not cached
         self.reasons: dict[str, str] = {}  # the last text for each reason
         self._probes = probes if probes is not None else Probes()
         self._walks = 1
@@ -149,7 +149,7 @@ class ModuleCache:
         self._is_without_grad = turns_grad_off(plain)
 
     def _own(self, names: Sequence[str], plain: Plain) -> tuple[str, ...]:
-        """Those of the names that no other method has alone."""
+        """The names without those that only other methods have."""
         own = inspect.signature(plain)
         return tuple(
             name for name in names if _has(own, name) or not any(_has(other, name) for other in self._others)
@@ -157,16 +157,16 @@ class ModuleCache:
 
     @property
     def methods(self) -> Mapping[str, ModuleCache]:
-        """The caches of one object, by the method; that of a function is under ``"forward"``."""
+        """The caches of one object, by method; for a function, under ``"forward"``."""
         return dict(self._owner.methods) or {self.method: self}
 
     def of(self, method: str | None) -> ModuleCache:
-        """The cache of one method; None is the only one.
+        """The cache of one method; None: the only one.
 
         Raises
         ------
         OptionError
-            If that method is not cached, or if there are several.
+            If the method is not cached, or None is ambiguous.
         """
         if method is None and len(self.methods) == 1:
             return self
@@ -193,15 +193,15 @@ class ModuleCache:
 
     @property
     def cache_dir(self) -> Path | None:
-        """The folder where rows are kept; None if they are kept in memory only."""
+        """The folder of the rows; None if they are in memory only."""
         return self.engine.cache_dir
 
     def alone(self) -> AbstractContextManager[None]:
-        """Within this context, this rank answers its calls without the others; see `Cache.alone`."""
+        """In this context, this rank answers its calls without the others; see `Cache.alone`."""
         return self.engine.alone()
 
     def join(self) -> AbstractContextManager[None]:
-        """Put it around a loop: a rank that has finished keeps answering the others; see `Cache.join`."""
+        """Enclose a loop: a rank that finishes early keeps answering the others; see `Cache.join`."""
         return self.engine.join()
 
     @property
@@ -221,13 +221,13 @@ class ModuleCache:
             cache.keeper.reset()
 
     def explain(self, method: str | None = None) -> str:
-        """Why items of the last call may have been misses: one line for each reason.
+        """Why items of the last call may have been misses: one line per reason.
 
-        The call is the last one of the object, or of one method.
-        If the last call was not cached, the first line says why. The namespace is compared with the one that
-        this module had before; if this is its first, with that of another module of its class under the same
-        decorator; or else with the one that was used last in the cache directory. If the namespace has not
-        changed, the arguments of the last two calls are compared. Last comes what `ignore` leaves out.
+        The call is the last one of the object, or of one method. If it was not cached, the first line says
+        why. The namespace is compared with this module's previous one; if there is none, with that of another
+        module of its class under the same decorator; or else with the last used one in the cache directory.
+        If the namespace is unchanged, the arguments of the last two calls are compared. At the end comes what
+        `ignore` leaves out.
         """
         self._tell()
         asked = self.of(method) if method is not None else self.methods.get(self._owner.last, self)
@@ -247,7 +247,7 @@ class ModuleCache:
         ignored = at_most([f"left out by ignore: {path}" for path in self.keeper.ignored])
         return "\n".join([text, *ignored])
 
-    warmup, estimate = warm_up, estimate  # methods, which are documented where they are written
+    warmup, estimate = warm_up, estimate  # methods; documented in `warmup.py`
 
     def ahead(
         self,
@@ -257,29 +257,29 @@ class ModuleCache:
         inputs: Callable[[Any], Any] | None = None,
         method: str | None = None,
     ) -> Ahead:
-        """The batches of a loader, while rows of those that come next are read in the background.
+        """The batches of a loader, whose next rows are read in the background.
 
-        Rows on disk, on Redis servers or in a bucket are then in memory when the forward asks for them, so
-        that an epoch takes as long as its steps or its reading, whichever takes longer. They take the memory
-        of so many batches beside the memory cache. Items that are not found are computed as usual. With
+        Rows on disk, on Redis servers or in a bucket are then in memory when the forward needs them, so that
+        an epoch takes as long as its steps or its reading, whichever is longer. This takes memory for that
+        many batches besides the memory cache. Missing items are computed as usual. With
         ``distributed="collective"`` nothing is read ahead.
 
-        The batches come unchanged and in order. The loader is read in the thread of the loop, some batches
-        early: each batch needs memory of its own, as those of a `DataLoader` have. Any number of loops, of
-        several threads too, may run at once. Leaving a loop ends its thread. For several modules in one
-        loop, nest them: ``a.cache_instance.ahead(b.cache_instance.ahead(loader))``.
+        The batches are unchanged and in order. The thread of the loop reads the loader some batches early:
+        each batch must own its memory, as those of a `DataLoader` do. Any number of loops, also in several
+        threads, may run at once. Leaving a loop ends its thread. For several modules in one loop, nest them:
+        ``a.cache_instance.ahead(b.cache_instance.ahead(loader))``.
 
         Parameters
         ----------
         loader : DataLoader or other iterable of batches
-            What is returned has its length and attributes, so that trainers take it in the loader's place.
+            The result has its length and attributes, so that trainers accept it as a loader.
         batches : int
-            How many batches are asked for early.
+            How many batches to read early.
         inputs : callable, optional
-            ``inputs(batch)`` gives the arguments of the forward, as in `warmup`. If the forward gets
-            something else, reading ahead is in vain, and ends after some batches with a warning.
+            ``inputs(batch)`` returns the forward's arguments, as in `warmup`. If the forward gets others,
+            reading ahead is useless, and stops after some batches with a warning.
         method : str, optional
-            The method that is called, if several of an object are cached.
+            The called method, if several of an object are cached.
 
         Examples
         --------
@@ -300,7 +300,7 @@ class ModuleCache:
         return Ahead(loader, batches, [Asker(arguments, cache._begin_loop, cache._end_loop)])
 
     def _begin_loop(self) -> Loop:
-        """A loop whose batches the next calls will ask for."""
+        """Start a loop whose batches the next calls will use."""
         loop = Loop(self.engine.tell, self.name)
         if self.engine.collective is not None:
             text = "%s: nothing is read ahead, as ranks that call in step look up their batches together"
@@ -311,9 +311,9 @@ class ModuleCache:
         return loop
 
     def _end_loop(self, loop: Loop) -> None:
-        """End a loop. It takes no lock, because the garbage collector may call it at any point."""
+        """End a loop. Takes no lock, as the garbage collector may call it at any point."""
         loop.end()
-        with contextlib.suppress(ValueError):  # it reads nothing
+        with contextlib.suppress(ValueError):  # nothing was read
             self._loops.remove(loop)
             self.engine.tiers.rooms.remove(loop.room)
 
@@ -325,14 +325,14 @@ class ModuleCache:
         make = functools.partial(self._known.keys, namespace, call)
         if all(tensor.device == _CPU for _, tensor in call.leaves):
             return make
-        keys = make()  # on the stream of the caller, which may have the batch on its way
+        keys = make()  # on the caller's stream, where the batch may still be arriving
         return lambda: keys
 
     def description(self, namespace: bytes) -> dict[str, Any]:
         """A description of the namespace as JSON, for people and `explain`."""
         document = self.engine.document()
         document["class"] = self._class()
-        fingerprint = self.fingerprint  # once: another thread may change it meanwhile
+        fingerprint = self.fingerprint  # read once: another thread may change it
         if fingerprint.namespace == namespace:
             document["parts"] = {name: data.hex() for name, data in fingerprint.parts.items()}
             document["values"] = dict(fingerprint.values)
@@ -365,7 +365,7 @@ class ModuleCache:
             self._tell_missed = None
 
     def miss_forward(self, other: str) -> None:
-        """Note that another method was called instead of forward; with ``strict``, that is an error."""
+        """Record that another method was called instead of forward; with ``strict``, raise an error."""
         if self.on_first_call is None or not self.settings.enabled or disabled_by_environment():
             return
         text = (
@@ -383,14 +383,14 @@ class ModuleCache:
                 cache._tell_missed.call()
 
     def _hint(self) -> None:
-        """Say once why no item is found, if many have come."""
+        """After many misses without a hit, say once why."""
         counters = self.engine.counters
         if counters.hits == 0 and counters.misses < _MANY:
             return
         self._has_hinted = True
         if counters.hits == 0:
             why = self.explain()
-            # In a first epoch, all items are new.
+            # In the first epoch, all items are new.
             log = logger.info if why.startswith(("namespace ", NOTHING_DIFFERS)) else logger.warning
             text = "%s: none of the first %s items was found; explain() says: %s"
             self.engine.tell("hint", text, self.name, f"{counters.misses:,}", why, log=log)
@@ -419,16 +419,16 @@ class ModuleCache:
             return stop.output
         except OwnMemoryError as stop:
             if computation.is_sharded and not computation.ran:
-                raise stop.error from None  # other ranks may not run this forward, which would wait for them
+                raise stop.error from None  # other ranks may not run this forward, and it would wait for them
         if computation.ran:
             return computation.ran[0]
-        with apart():  # the other ranks have taken their step
+        with apart():  # the step with the other ranks is over
             return runner.run(forward, args, kwargs)
 
     def _cacheable(
         self, root: Any, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Computation | None:
-        """What computes the items of a call; None if it is not cached, which is counted."""
+        """The computation of a call; None if it is not cached, which is counted."""
         reason = self._backoff.reason(glance(root, args, kwargs)) if self._backoff else None
         self.bypass = None if reason is None or self._is_strict() else reason
         if self.bypass is not None:
@@ -446,7 +446,7 @@ class ModuleCache:
         return None
 
     def _step_aside(self, stop: BypassError, items: int, kind: Callable[[], Hashable]) -> None:
-        """Count a call that is not cached, or raise if such calls are errors."""
+        """Count a call that is not cached, or raise with ``strict``."""
         self.reasons[stop.reason] = stop.text
         self.bypass = stop.reason
         if self._is_strict():
@@ -471,7 +471,7 @@ class ModuleCache:
     def _computation(
         self, root: Any, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Computation | None:
-        """What computes the items of a call; raises if the call cannot be cached.
+        """The computation of a call; raises if the call cannot be cached.
 
         None if the arguments do not fit the signature: the plain forward then raises the usual error.
         """
@@ -479,8 +479,8 @@ class ModuleCache:
         stops = bypass.of_module(keeper, root, is_without_grad=self._is_without_grad)
         walks = keeper.walks
         if stops and stops[0].reason in self.reasons and not self._is_strict():
-            raise BypassError.all_of(stops)  # what the arguments add has been said
-        if self._walks != walks:  # the source has been read again, so defaults may have changed
+            raise BypassError.all_of(stops)  # the arguments' reasons were reported
+        if self._walks != walks:  # code was read again, so defaults may have changed
             self._read_signature(forward.function)
             self._walks = walks
         call = bypass.ask_arguments(
@@ -494,9 +494,9 @@ class ModuleCache:
         self.engine.namespace = seen.namespace
         bypass.ask_weights(seen)
         keys = known.keys(seen.namespace, call)
-        if not keeper.holds():  # bytes of weights that have come with the keys show an edit
+        if not keeper.holds():  # bytes of weights that arrived with the keys show an edit
             return self._computation(root, forward, args, kwargs)
-        for loop in [*self._loops]:  # now it is known how the next calls will be made
+        for loop in [*self._loops]:  # now the next calls' form is known
             read = functools.partial(self.engine.tiers.read_ahead, self.engine.tiers.tiers)
             loop.bring(functools.partial(self._keys_of, seen.namespace), read)
         is_alike = len(self._calls) > 0 and self._calls[-1].group == keys.group
@@ -530,11 +530,11 @@ class ModuleCache:
         return output
 
     def _depends(self, computation: Computation, *, may_be_old: bool) -> bool:
-        """Drop the rows of a call whose items depend on their batch; such calls are not cached again.
+        """Drop the rows of a call whose items depend on their batch, and stop caching such calls.
 
-        Rows that were found may also be old, if a change was not noticed. Then the module has another
-        namespace now that it was read again, and the result is True. If a name identifies the module, no
-        change is noticed: its rows are replaced, and checked from the first batch on.
+        Found rows may also be outdated by an unnoticed change. Then the module, read again, has another
+        namespace, and the result is True. If a name identifies the module, changes are never noticed: its
+        rows are replaced, and checked from the first batch on.
         """
         namespace, checks = computation.keys.namespace, computation.checks
         self._drop(namespace)
@@ -550,7 +550,7 @@ class ModuleCache:
         self._probes.start_anew(namespace)
 
     def _write_probes(self, namespace: bytes, *, create: bool = False) -> None:
-        """Keep what checks have found in the cache directory too."""
+        """Save the results of checks in the cache directory."""
         description = self.description(namespace) if self.root is not None else {}
         if description.get("probed") and self.engine.tiers.directory is not None:
             self.engine.tiers.describe(namespace, description, create=create)
@@ -563,7 +563,7 @@ class ModuleCache:
             self._write_probes(self.namespace)
 
     def flush(self) -> None:
-        """Return when all computed rows are as durable as the tiers make them."""
+        """Return once all computed rows are as durable as the tiers make them."""
         for cache in self.methods.values():
             cache.engine.flush()
             cache._write_probes(cache.namespace)
@@ -584,20 +584,20 @@ class ModuleCache:
             cache.engine.close()
 
     def leave(self) -> None:
-        """Close this cache alone: its method is no longer cached."""
+        """Close only this cache: its method is no longer cached."""
         if self._owner.methods.get(self.method) is self:
             del self._owner.methods[self.method]
         self._write_probes(self.namespace)
-        others = self._owner.methods.values()  # their rows have the same namespace
+        others = self._owner.methods.values()  # their rows are in the same namespace
         self.engine.close(forgets=all(one.engine.tiers is not self.engine.tiers for one in others))
 
     def _probed_before(self, namespace: bytes) -> Mapping[str, Any]:
-        """The results of checks of earlier runs, from the cache directory."""
+        """The results of earlier runs' checks, from the cache directory."""
         found = self.engine.tiers.description(namespace).get("probed")
         return found if isinstance(found, dict) else {}
 
     def _drop_mistaken(self) -> None:
-        """Drop rows that may have been computed with other weights than those of their namespace."""
+        """Drop rows that may have been computed with weights other than their namespace's."""
         mistaken, self.keeper.mistaken = self.keeper.mistaken, []
         for namespace in mistaken if not self.engine.is_closed else ():
             self._drop(namespace)
@@ -636,7 +636,7 @@ class ModuleCache:
         return f"<ModuleCache {self.namespace.hex()}>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleCache:
-        # If the object is copied with it, the copy gets a cache of its own, within the same budget.
+        # A copied object gets its own cache, within the same budget.
         copy = None if _is_function(self.root) else memo.get(id(self.root))
         if copy is None:
             return self
@@ -667,13 +667,13 @@ def _is_function(root: Any) -> bool:
 
 
 def _has(signature: inspect.Signature, name: str) -> bool:
-    """Whether a function may get an argument of this name."""
+    """Whether a function accepts an argument of this name."""
     kinds = [parameter.kind for parameter in signature.parameters.values()]
     return name in signature.parameters or inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def _added(left: CacheStats, right: CacheStats) -> CacheStats:
-    """What two methods of one object have done; of rows and bytes, they share the counts."""
+    """The sum of two methods' statistics; rows and bytes are shared, not added."""
     counts = {name: getattr(left, name) + getattr(right, name) for name in ADDED_UP}
     reasons = {*left.bypasses, *right.bypasses}
     bypasses = {why: left.bypasses.get(why, 0) + right.bypasses.get(why, 0) for why in sorted(reasons)}

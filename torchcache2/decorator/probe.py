@@ -1,16 +1,16 @@
-"""The probe: whether the output of an item depends on the rest of its batch.
+"""The probe: checks that the output of an item does not depend on the rest of its batch.
 
-What shows that it does is a batch put together from several earlier ones. So batches are counted for each
-kind of call, by whether none, some or all items were found. The 1st, 2nd, 4th, 8th … of each are computed as
-a whole, and found rows are compared with the computed ones; of batches that are partly found, the first 64
-are, as the forward runs anyway. A batch that was computed as a whole before shows nothing new, and is not
-counted when it is found again.
+A batch composed of items from several earlier batches reveals such a dependence. So batches are counted for
+each kind of call, by whether none, some or all items were found. The 1st, 2nd, 4th, 8th … of each are
+computed as a whole, and found rows are compared with the computed ones; so are the first 64 partly found
+batches, as the forward runs anyway. A batch that was computed as a whole before reveals nothing new, and is
+not counted when found again.
 
-If items were missing, parts of the batch are computed too at these counts, by themselves and in another
+If items were missing, parts of the batch are also computed at these counts, by themselves and in another
 order. Some parts share no item, since one part may hide a dependence: if every item is divided by the largest
-of its batch, a part that has the largest one equals the whole batch. Two parts of one size begin with the
-same items. A forward rounds alike for batches of one size, but not for batches of two sizes: so these two
-parts show an influence that is hardly larger than rounding.
+of its batch, a part with the largest one equals the whole batch. Two parts of one size begin with the same
+items: as a forward rounds alike for batches of one size, these two reveal even an influence that is hardly
+larger than rounding.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from torchcache2.identity.fingerprint import Fingerprint
 from torchcache2.identity.sharded import modules_of
 from torchcache2.identity.sourcecode import names_in
 
-_ALIKE = 0.75  # rows from batches of one size differ by less than the precision to this power
+_ALIKE = 0.75  # batches of one size differ by less than the precision to this power
 _MOST_KINDS = 1_000
 _MOST_NAMESPACES = 256
-_MOST_VALUES = 8  # if so many kinds that differ in values only have one result, the others have it too
-_ALL_MIXED = 64  # so many batches are all checked of which some items were found: the forward runs anyway
-_BYTES = 1 << 14  # of the bits for batches that were computed as a whole
-_WHOLE = "whole"  # what they are called among the kinds, which have hexadecimal names
+_MOST_VALUES = 8  # if so many kinds, different only in values, have one result, assume it for the others
+_ALL_MIXED = 64  # partly found batches that are all checked, as the forward runs anyway
+_BYTES = 1 << 14  # of the Bloom filter of batches computed as a whole
+_WHOLE = "whole"  # its name among the kinds, whose names are hexadecimal
 _MISSED, _MIXED, _FOUND = range(3)  # batches of which no, some, and all items were found
 _COLLECTIVES = {
     *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all"),
@@ -63,7 +63,7 @@ _TALKING = ("torch.distributed", "torch.nn.parallel.distributed")  # modules of 
 
 @dataclasses.dataclass
 class Kind:
-    """The calls that share one series of checks: equal except for their items.
+    """Calls that are equal except for their items share one series of checks.
 
     `code` is a digest of the module's code and of the form of the arguments, without weights and values.
     `counts` are the numbers of batches of which no, some, and all items were found; empty if an item's output
@@ -79,9 +79,8 @@ class Kind:
 class Probes:
     """Results of the checks of one decorator's modules or functions; safe under threads.
 
-    For each namespace, that is its kinds by name, and the batches that were computed as a whole: a Bloom
-    filter with one bit a batch. After 1,300 batches, 1 of 100 new ones meets the bit of another one, and is
-    not checked.
+    Per namespace: its kinds by name, and the batches computed as a whole, in a Bloom filter with one bit per
+    batch. After 1,300 batches, 1 in 100 new ones hits the bit of another one, and is not checked.
     """
 
     def __init__(self) -> None:
@@ -101,7 +100,7 @@ class Probes:
     ) -> Kind:
         """The kind of a call of a method whose keys have this group.
 
-        ``recall(namespace)`` returns what earlier runs have left of `document`.
+        ``recall(namespace)`` returns the `document` that earlier runs saved.
         """
         kind = self._by_group.get(group)
         if kind is None:
@@ -117,7 +116,7 @@ class Probes:
         if len(self._kinds) >= _MOST_NAMESPACES:
             self._kinds, self._whole, self._mixing, self._by_group = {}, {}, {}, {}
         kinds, whole = {}, bytearray(_BYTES)
-        for name, found in document.items():  # anybody may have written this
+        for name, found in document.items():  # do not trust it: any program may have written this
             if name == _WHOLE:
                 with contextlib.suppress(TypeError, ValueError, zlib.error):
                     data = zlib.decompressobj().decompress(base64.b64decode(found, validate=True), _BYTES)
@@ -132,12 +131,12 @@ class Probes:
         form = repr([method, sorted({*call.names, *call.kwargs}), leaves]).encode("utf-8", "surrogatepass")
         name, code = digest([form, call.context]).hex(), digest([fingerprint.code, form])
         mixing, counts = self._mixing.get(code, set()), [0, 0, 0]
-        if name in mixing:  # a module that has mixed items once is not checked again when its weights change
+        if name in mixing:  # a module that has mixed items is not checked again after a change of weights
             counts = []
         elif name not in kinds:
             alike = sum(kind.code == code and any(kind.counts) for kind in kinds.values())
             if alike + len(mixing) >= _MOST_VALUES:
-                if mixing:  # some values make it mix items, so unknown values are not tried
+                if mixing:  # some values make it mix items, so do not try unknown ones
                     return Kind(namespace, name, code, [])
                 name, counts = digest([form]).hex(), [alike, 0, 0]
             if len(kinds) >= _MOST_KINDS:
@@ -147,21 +146,21 @@ class Probes:
         return kind
 
     def count(self, kind: Kind, what: int) -> int:
-        """Count a batch, and return how many there are now."""
+        """Count a batch; returns the new count."""
         with self._lock():
-            if kind.counts:  # else another thread has just found out that items depend on their batch
+            if kind.counts:  # else another thread has just found a dependence
                 kind.counts[what] += 1
             return kind.counts[what] if kind.counts else 0
 
     def depends(self, kind: Kind) -> None:
-        """Note that an item's output depends on its batch."""
+        """Record that an item's output depends on its batch."""
         with self._lock():
             kind.counts = []
             self._mixing.setdefault(kind.code, set()).add(kind.name)
-            self._by_group = {}  # it holds for other weights too
+            self._by_group = {}  # holds for other weights too
 
     def start_anew(self, namespace: bytes) -> None:
-        """Note that the rows of a namespace were dropped: checks begin anew."""
+        """Restart the checks of a namespace, whose rows were dropped."""
         with self._lock():
             for kind in self._kinds.get(namespace, {}).values():
                 kind.counts = [0 for _ in kind.counts]
@@ -174,13 +173,13 @@ class Probes:
         return whole is not None and bool(whole[at % _BYTES] >> (at >> 61) & 1)
 
     def add_whole(self, keys: Keys) -> None:
-        """Note that a batch was computed as a whole."""
+        """Record that a batch was computed as a whole."""
         whole, at = self._whole.get(keys.namespace), xxh3_64_intdigest(keys.data.data)
         if whole is not None:
             whole[at % _BYTES] |= 1 << (at >> 61)
 
     def document(self, namespace: bytes) -> dict[str, Any]:
-        """Everything that is known about a namespace, as JSON, to be kept for later runs."""
+        """All results for a namespace, as JSON, to save for later runs."""
         with self._lock():
             if namespace not in self._kinds:
                 return {}
@@ -191,16 +190,16 @@ class Probes:
 class CallChecks(Checks):
     """The checks of one call; raises `BypassError` if its items are known to depend on their batch.
 
-    ``may_run(is_first, is_found)`` says whether the forward can run by itself, for the first batch of a kind
-    or for a later one, which is all found or not; it is called when a check is due.
+    When a check is due, ``may_run(is_first, is_found)`` returns whether the forward can run just for it: for
+    a kind's first batch or a later one, all found or not.
     """
 
     def __init__(self, probes: Probes, kind: Kind, keys: Keys, may_run: Callable[[bool, bool], bool]) -> None:
         if not kind.counts:
             raise BypassError.because("batch", "an item's output depends on the rest of its batch")
         self.kind = kind
-        self.computes_parts = False  # whether parts of the batch are to be computed by themselves
-        self.is_conclusive = True  # whether the forward has computed what it was asked for
+        self.computes_parts = False  # whether to compute parts of the batch by themselves
+        self.is_conclusive = True  # whether the forward has computed the requested items
         self._probes, self._keys, self._may_run = probes, keys, may_run
         self._counted: int | None = None
 
@@ -211,7 +210,7 @@ class CallChecks(Checks):
         if count == 0 or (self._probes.is_whole(self._keys) if what == _FOUND else count == 1):
             return False
         self._counted, counts = what, self.kind.counts
-        if not counts:  # another thread has just found out that items depend on their batch
+        if not counts:  # another thread has just found a dependence
             return False
         is_turn = _is_power(counts[what] + 1)
         is_early = what == _MIXED and counts[what] < _ALL_MIXED
@@ -223,24 +222,24 @@ class CallChecks(Checks):
         return True
 
     def computed_whole(self) -> None:
-        """Note that the rows of this batch are those of one forward."""
+        """Record that one forward has computed this batch."""
         self._probes.add_whole(self._keys)
 
     def settle(self, *, has_run: bool) -> bool:
         """Count this batch; returns whether the results should be saved.
 
-        A rank in step may get all rows of a batch from others, and then its forward has not run.
+        A rank in step may get all rows of a batch from others, without running its forward.
         """
         if self._counted is None or not self.is_conclusive or (self.computes_parts and not has_run):
             return False
         return _is_power(self._probes.count(self.kind, self._counted))
 
     def note(self, *, has_run: bool) -> str:
-        """The results for calls like this one, for other ranks; `has_run`: it was checked if necessary."""
+        """The results for such calls, for other ranks; `has_run`: a due check was done."""
         return self._note if any(self.kind.counts) or (has_run and self.computes_parts) else ""
 
     def is_known(self, notes: Collection[str]) -> bool:
-        """Whether other ranks, by their notes, have checked calls like this one."""
+        """Whether other ranks' notes say that such calls were checked."""
         return self._note in notes
 
     @property
@@ -253,7 +252,7 @@ def _is_power(number: int) -> bool:
 
 
 def talks(root: Any, fingerprint: Fingerprint) -> bool:
-    """Whether a forward may talk to other processes, which would wait for what this one computes."""
+    """Whether a forward may communicate with other processes, which would wait for it."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
     named = {name.split()[1].rpartition(".")[2] for name in fingerprint.parts if name.startswith("global ")}
@@ -268,7 +267,7 @@ def talks(root: Any, fingerprint: Fingerprint) -> bool:
 
 
 def _parts(keys: Keys) -> list[tuple[int, ...]]:
-    """The positions of the items of each part; of 12 or more items, all parts together have half at most."""
+    """The positions of the items of each part; for 12 or more items, at most half in all."""
     found = keys.first_positions()
     distinct = np.arange(len(keys)) if found is None else found[0]
     size = max(1, len(distinct) // 6)
@@ -279,18 +278,17 @@ def _parts(keys: Keys) -> list[tuple[int, ...]]:
 
 
 class _Difference(NamedTuple):
-    """How an item's output depends on its batch, and how that showed; see `batch_advice`."""
+    """How an item's output depends on its batch, and how that was found; see `batch_advice`."""
 
     text: str
     cause: str
 
 
 class Probe:
-    """The rows of a whole batch, with which parts of it are compared that are computed by themselves.
+    """Compares parts of a batch, computed by themselves, with the rows of the whole batch.
 
-    ``alone(part, aligned)`` are the rows of the items at some positions, computed in this order; see
-    `BoundCall.take`. `dtypes` are those in which the forward computes. If it `pads`, batches are padded to
-    few sizes.
+    ``alone(part, aligned)`` computes the rows of the items at some positions, in this order; see
+    `BoundCall.take`. The forward computes in `dtypes`. With `pads`, batches are padded to few sizes.
     """
 
     def __init__(
@@ -309,23 +307,23 @@ class Probe:
         self._parts: list[tuple[Sequence[int], Rows]] = []
 
     def dependence(self) -> _Difference | None:
-        """How items depend on their batch; None if they do not."""
+        """How items depend on their batch; None if no dependence was found."""
         aligned = bool(self._call.aligned)
         found = self._repetition()
         for part in _parts(self._keys) if found is None else ():
             found = self._difference(part, aligned)
             if found is not None and aligned:
-                # An argument as long as the batch has one entry per item, or it belongs to the whole batch.
+                # An argument as long as the batch may have one entry per item, or belong to the whole batch.
                 found = self._difference(part, False)
             if found is not None and found.cause == "raises":
-                # The forward may need its items in the order of the caller, such as the longest first.
+                # The forward may need its items in the caller's order, such as longest first.
                 found = self._difference(sorted(part), aligned)
             if found is not None or not self.is_conclusive:
                 break
         return found
 
     def _repetition(self) -> _Difference | None:
-        """How the outputs for equal items of the batch differ; None if they do not."""
+        """How the outputs of equal items in the batch differ; None if they do not."""
         found = self._keys.first_positions()
         if found is None:
             return None
@@ -337,7 +335,7 @@ class Probe:
         )
 
     def _difference(self, part: Sequence[int], aligned: bool) -> _Difference | None:
-        """How the output of some items differs if they are computed by themselves; None if it does not."""
+        """How the output of some items differs when computed by themselves; None if it does not."""
         count = len(part)
         if self._pads:
             size = min(1 << (count - 1).bit_length(), len(self._keys))

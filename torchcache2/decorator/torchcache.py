@@ -1,8 +1,7 @@
 """`torchcache`: the decorator of classes, functions and module instances.
 
-A class is patched in place, so that it stays the class it was for `isinstance`, `super` and pickle.
-An instance gets a callable in the place of its forward. Either way the cache of a module is its attribute
-``cache_instance``.
+A class is patched in place, so that `isinstance`, `super` and pickle still work. For an instance, a callable
+replaces its forward. Either way, a module's cache is its attribute ``cache_instance``.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from torchcache2.identity.marks import BINDING, ORIGINAL_ATTRIBUTE
 
 T = TypeVar("T")
 _CALL_IT = "write a function that calls it, and decorate that"
-_INSTEAD: tuple[tuple[Any, str], ...] = (  # what somebody may decorate, and what to write instead
+_INSTEAD: tuple[tuple[Any, str], ...] = (  # unsupported targets, and what to write instead
     ((str, os.PathLike), "decorate what computes: torchcache(persistent_cache_dir=folder)(model)"),
     (
         (torch.jit.ScriptModule, torch.jit.ScriptFunction),
@@ -103,15 +102,15 @@ def torchcache(
 def torchcache(target: Any = None, /, **options: Any) -> Any:
     """Cache the outputs of a module, method or function per batch item.
 
-    Use it with or without parentheses: on a module that exists already, ``torchcache(backbone)``; on a method
-    of any object, ``torchcache(model.encode)``; above a function, above a method in the body of a class, or
-    above a class. The target is patched in place and returned. Decorating it again with other options
-    replaces its cache.
+    Use it with or without parentheses: on an existing module, ``torchcache(backbone)``; on a method of any
+    object, ``torchcache(model.encode)``; above a function, above a method in the body of a class, or above a
+    class. The target is patched in place and returned. Decorating it again with other options replaces its
+    cache.
 
-    Every tensor argument that is not named in `shared_args` has the batch in its first dimension, and
-    so has every tensor of the output; arguments named in `item_args` are sequences with one entry per item.
-    An item's output must not depend on the rest of its batch, which the cache checks now and then. A module
-    sets ``self.torchcache_<option>`` in its constructor to override an option.
+    The first dimension of every tensor, in the arguments (except those named in `shared_args`) and in the
+    output, is the batch; arguments named in `item_args` are sequences with one entry per item. An item's
+    output must not depend on the rest of its batch; the cache checks that now and then. A module can set
+    ``self.torchcache_<option>`` in its constructor to override an option.
 
     Parameters
     ----------
@@ -129,14 +128,14 @@ def torchcache(target: Any = None, /, **options: Any) -> Any:
     Returns
     -------
     nn.Module, method, function or class
-        A class or an object is patched and returned; of a function or method, what takes its place.
+        The patched class or object; for a function or method, its replacement.
 
     Raises
     ------
     DecorationError
         If `target` cannot be cached. The text says what to write instead.
     OptionError
-        If there is no such option, or it cannot have this value.
+        If an option does not exist, or has an invalid value.
 
     Examples
     --------
@@ -181,7 +180,7 @@ def torchcache(target: Any = None, /, **options: Any) -> Any:
     return decorate(target)
 
 
-torchcache.__module__ = "torchcache2"  # the path that pickles name, wherever this file is
+torchcache.__module__ = "torchcache2"  # the path in pickles, wherever this file is
 
 
 def _decorate_class(cls: type, settings: CacheSettings, methods: tuple[str, ...]) -> type:
@@ -215,7 +214,7 @@ def _decorate_function(function: types.FunctionType, settings: CacheSettings) ->
 
 
 def _is_in_class_body(function: types.FunctionType) -> bool:
-    """Whether a function is being defined in the body of a class, which is not there yet."""
+    """Whether a function is being defined in the body of a class."""
     *path, name = function.__qualname__.split(".")
     if not path or path[-1].startswith("<"):  # as in ``<locals>`` or ``<listcomp>``
         return False
@@ -236,7 +235,7 @@ def _decorate_bound(method: Any, settings: CacheSettings, methods: tuple[str, ..
 
 
 def _refusal(target: Any) -> DecorationError:
-    """The error for what cannot be cached, which says what to write instead."""
+    """The error for an unsupported target, which says what to write instead."""
     advice = next((text for kind, text in _INSTEAD if isinstance(target, kind)), None)
     if isinstance(target, types.MethodType) and isinstance(target.__self__, type):
         advice = _CALL_IT
@@ -256,12 +255,12 @@ def _refusal(target: Any) -> DecorationError:
 def uncache(target: T, /) -> T:
     """Undo `torchcache`: restore a module, object, method, function or class, and return it.
 
-    Rows in memory are freed; those on disk stay, and are found when the target is cached again.
+    Frees rows in memory; rows on disk stay, and are found when the target is cached again.
 
     Parameters
     ----------
     target : nn.Module, object, method, function or class
-        The decorated target, or a method of it. For a function, assign the plain one that is returned.
+        The decorated target, or a method of it. For a function, use the returned plain one.
 
     Raises
     ------
@@ -290,12 +289,13 @@ def uncache(target: T, /) -> T:
 
 
 def cache_of(target: Any, /) -> ModuleCache:
-    """The cache of a decorated object, with its type.
+    """The cache of a decorated object; unlike ``.cache_instance``, known to type checkers.
 
     Parameters
     ----------
     target : nn.Module, object, method or function
-        Of a method, it is the cache of its object; ``cache_of(model).stats(method="encode")`` asks for one.
+        For a method, this is the cache of its object; select one by
+        ``cache_of(model).stats(method="encode")``.
 
     Raises
     ------

@@ -1,7 +1,7 @@
-"""The arguments of a forward: `Inputs` notices when it has changed them.
+"""`Inputs` notices whether a forward has changed its arguments.
 
-A forward that fills the dict that it gets, and returns it, leaves no trace: `filling` gives it a copy; the
-entries that it adds are its output, and `given_back` puts them into the caller's dict.
+A forward may fill the dict that it gets and return it. That is allowed: `filling` gives it a copy, the added
+entries are its output, and `given_back` puts them into the caller's dict.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torchcache2.core.keys import Bytes2D
 from torchcache2.core.private import has_version, version
 from torchcache2.identity.arguments import BoundCall, argument_leaves
 
-_FILLED = ("filled by the forward",)  # the key of what was added, in an output that has nothing else
+_FILLED = ("filled by the forward",)  # the only key of such an output: the added entries
 
 
 def filling(
     forward: Callable[[tuple[Any, ...], Mapping[str, Any]], Any],
 ) -> Callable[[tuple[Any, ...], Mapping[str, Any]], Any]:
-    """The same forward; but if it fills its only dict and returns that, its output is the added entries."""
+    """Wrap a forward: if it fills its only dict and returns that, the output is just the added entries."""
 
     def filled(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         given = _only_dict(args, kwargs)
@@ -44,7 +44,7 @@ def filling(
             is_plain = not any(value is copied for value in added.values())
             is_filled = is_plain and output is copied and added and list(copied)[: len(given)] == list(given)
             if not is_filled and (added or list(copied) != list(given)):
-                given.clear()  # it is noticed that this argument has changed
+                given.clear()  # so that the change of this argument is noticed
                 given.update({name: given if one is copied else one for name, one in copied.items()})
         return {_FILLED: added} if is_filled else given if output is copied else output
 
@@ -52,7 +52,7 @@ def filling(
 
 
 def given_back(output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The output for the caller: the caller's dict, with the entries that were added to its copy."""
+    """The output for the caller: the caller's dict, with the entries added to its copy."""
     if type(output) is not dict or output.keys() != {_FILLED}:
         return output
     given = _only_dict(args, kwargs)
@@ -66,9 +66,9 @@ def _only_dict(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 class Inputs:
-    """The arguments for the items of a call at some positions, as they are before the forward runs.
+    """The arguments for some items of a call, and their state before the forward runs.
 
-    ``bind(args, kwargs)`` names arguments, as `Signature.bind` does, and ``keys_of(call)`` are the keys of
+    ``bind(args, kwargs)`` names arguments, like `Signature.bind`, and ``keys_of(call)`` returns the keys of
     its items, uint8 of shape ``(k, 16)``.
     """
 
@@ -93,7 +93,7 @@ class Inputs:
         """Whether the forward has changed an argument in place."""
         try:
             leaves = argument_leaves(self.args, self.kwargs)
-        except RecursionError:  # an argument contains itself now
+        except RecursionError:  # an argument now contains itself
             return True
         return (
             self._versions() != self._before
@@ -107,16 +107,16 @@ class Inputs:
         return [version(tensor) for tensor in self.tensors if has_version(tensor)]
 
     def _uncounted(self) -> Bytes2D | None:
-        """The keys of the items, if there are inference tensors: these change when such a tensor changes."""
+        """The keys of the items, to detect changes of inference tensors; None if there are none."""
         if all(map(has_version, self.tensors)):
             return None
         return self._keys_of(self._bind(self.args, self.kwargs))
 
     def _has_same_context(self) -> bool:
-        """Whether arguments that are no tensors have not changed."""
+        """Whether arguments other than tensors are unchanged."""
         if not self._call.can_change:
             return True
         try:
             return not self._call.is_changed(self._bind(self.args, self.kwargs), self._positions)
-        except Exception:  # an argument has changed so that it cannot be put in a key
+        except Exception:  # a changed argument cannot be put in a key
             return False

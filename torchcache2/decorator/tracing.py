@@ -1,7 +1,7 @@
-"""Which calls are exported, traced or transformed, and how the plain forward runs.
+"""Detects calls that are exported, traced or transformed, and runs the plain forward.
 
-A tracer would make the rows of one call constants of its graph. So a call that is exported, traced or
-transformed is passed to the plain forward.
+A tracer would turn the rows of one call into constants of its graph. So calls that are exported, traced or
+transformed run the plain forward.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", bool
 def with_own_code(function: F) -> F:
     """The same function with a code object of its own.
 
-    `torch.compile` compiles a code object a few times only. Functions that one ``def`` makes, one for each
-    module, would share that limit if they shared the code object.
+    `torch.compile` compiles a code object only a few times. Functions made by one ``def``, one for each
+    module, would share that limit with the code object.
     """
     function.__code__ = function.__code__.replace()
     return function
 
 
 def _compilable_call() -> Callable[..., Any]:
-    """A function that calls ``method(module, *args, **kwargs)``, so that `torch.compile` compiles the call.
+    """A function that calls ``method(module, *args, **kwargs)``, so that `torch.compile` can compile it.
 
-    `torch.compile` begins no graph in torch's own functions, such as ``nn.Sequential.forward``, but it
-    follows calls of them from elsewhere.
+    `torch.compile` starts no graph in torch's own functions, such as ``nn.Sequential.forward``, but follows
+    calls of them.
     """
 
     def call(
@@ -55,15 +55,15 @@ def _compilable_call() -> Callable[..., Any]:
 
 
 def is_exported() -> bool:
-    """Whether Dynamo runs this for `torch.export`, which allows nothing to be left out of the graph.
+    """Whether Dynamo runs this for `torch.export`, where nothing may be left out of the graph.
 
-    Old versions of torch do not say so; with these, only a non-strict export works.
+    Always False in old versions of torch: there, only non-strict export works.
     """
     return bool(_is_exporting())
 
 
 def is_traced() -> bool:
-    """Whether a call is exported, traced or transformed. `torch.compile` is none of these."""
+    """Whether a call is exported, traced or transformed. `torch.compile` does not count."""
     return bool(
         torch.compiler.is_compiling()  # Dynamo leaves this function out, so it is another tracer
         or is_jit_traced()
@@ -83,30 +83,30 @@ def turns_grad_off(forward: Callable[..., Any]) -> bool:
         for cell in function.__closure__ or ():
             mode = getattr(cell.cell_contents, "__self__", cell.cell_contents)
             if isinstance(mode, (torch.no_grad, torch.inference_mode)):
-                is_off = getattr(mode, "mode", True)  # of several, the innermost counts
+                is_off = getattr(mode, "mode", True)  # the innermost one counts
         function = getattr(function, "__wrapped__", None)
     return is_off
 
 
 class Runner:
-    """Runs a method of an object, or a function, and knows whether this `thread` is inside of the object."""
+    """Runs a method of an object, or a function, and knows whether this `thread` is inside a call of it."""
 
     def __init__(self, thread: threading.local) -> None:
         self._thread = thread
         self._call: Callable[..., Any] | None = None
 
     def bind(self, plain: Callable[..., Any]) -> None:
-        """Set the forward; of a module, the bound method."""
+        """Set the forward; for a module, the bound method."""
         function = plain.__func__ if isinstance(plain, types.MethodType) else None
         self._call = _compilable_call() if function and origin(function) == "torch" else None
 
     @property
     def is_inside(self) -> bool:
-        """Whether this thread is inside of the object already, which has called itself."""
+        """Whether the object is calling itself in this thread."""
         return getattr(self._thread, "is_inside", False)
 
     def run(self, forward: Forward, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Run the method. If it calls its own object, that call runs without the cache too."""
+        """Run the method. If it calls its own object, that call bypasses the cache, too."""
         plain = forward.function
         self._thread.is_inside = True
         try:

@@ -1,7 +1,6 @@
-"""`warm_up`: the items of a dataset are computed before they are needed, each by one rank.
+"""`warm_up`: computes the items of a dataset before they are needed, each on one rank.
 
-Ranks take turns at the samples of a dataset or loader: together they have all of them, see `share_of`.
-`estimate` says before what that takes.
+Ranks divide the samples of a dataset or loader among them, see `share_of`. `estimate` predicts the cost.
 """
 
 from __future__ import annotations
@@ -58,30 +57,29 @@ def warm_up(
     num_workers: int = 0,
     method: str | None = None,
 ) -> WarmupStats:
-    """Compute the items of a dataset that are not there yet.
+    """Compute the items of a dataset that are not cached yet.
 
     In a job of several ranks, all of them call this, and each takes every n-th sample: rank and number of
     ranks come from `torch.distributed` or, if that is not initialised, from ``RANK`` and ``WORLD_SIZE``; with
-    ``distributed="collective"``, from its process group. Only in that case ranks wait for each other. Rank 0
-    shows progress, rate and time left and, after the first batches, an estimate of memory, disk and time.
+    ``distributed="collective"``, from its process group. Only then do ranks wait for each other. Rank 0 shows
+    progress, rate and time left and, after the first batches, an estimate of memory, disk and time.
 
-    Calls run under `torch.no_grad`, and otherwise in the state that the caller has set: device, autocast,
-    ``eval()``. Tensors on the CPU are moved to the device of the module's weights. Random generators keep
-    their state.
+    Calls run under `torch.no_grad`, and otherwise in the caller's state: device, autocast, ``eval()``.
+    Tensors on the CPU are moved to the device of the module's weights. Random generators keep their state.
 
     Parameters
     ----------
     data : Dataset, DataLoader or iterable of batches
         A dataset has ``__getitem__`` and ``__len__``, or is an `IterableDataset`;
         `torch.utils.data.default_collate` puts its samples into batches. A loader is read without shuffling,
-        each sample once; one that gives each rank a part of its own, as with a `DistributedSampler`, is taken
-        as it is, and so is any other iterable of batches.
+        each sample once. A loader that already divides data among ranks, such as by a `DistributedSampler`,
+        is used as it is, and so is any other iterable of batches.
     inputs : callable, optional
-        ``inputs(batch)`` gives the arguments for a batch of samples: a tuple of them, a dict of them by
-        name, or the only one. Default: the first element of a tuple or list, a dict by name, a tensor or a
-        list of texts as it is.
+        ``inputs(batch)`` returns the arguments for a batch of samples: a tuple, a dict by name, or a single
+        one. Default: the first element of a tuple or list, a dict by name, a tensor or a list of texts
+        unchanged.
     batch_size, num_workers : int
-        Of the loader that is made for a dataset.
+        For the loader made for a dataset.
     method : str, optional
         The method to call, if several of an object are cached.
 
@@ -111,7 +109,7 @@ def warm_up(
     10
     """
     self = self.of(method)
-    with self.join():  # shares may have different numbers of batches, or none, which is an error
+    with self.join():  # ranks may have different numbers of batches, or none, which is an error
         return _warmed_up(self, data, inputs, batch_size, num_workers)
 
 
@@ -122,7 +120,7 @@ def _warmed_up(
     root, name, where = self.living_root(), self.name, place() if collective is None else collective.place()
     if self.engine.is_closed:
         raise NotCachedError(f"{name}: its cache is closed, so nothing would be kept")
-    is_sharded = self.keeper.looks_sharded(root)  # then all ranks have to make as many calls
+    is_sharded = self.keeper.looks_sharded(root)  # then all ranks must make equally many calls
     share = share_of(data, where, batch_size, num_workers, is_even=is_sharded)
     if not self.settings.enabled or disabled_by_environment():
         logger.info("%s: nothing is warmed up, because caching is turned off", name)
@@ -149,9 +147,9 @@ def _warmed_up(
 
 
 def _warm(cache: Any, root: Any, batch: Any, inputs: Callable[[Any], Any] | None, progress: Progress) -> None:
-    """Have the items of one batch computed, those that are not there."""
+    """Compute the missing items of one batch."""
     args, kwargs = _ready(cache, root, batch, inputs, is_first=progress.batches == 0)
-    for is_last in (False, True):  # the first call may set something up, and not be cached for that
+    for is_last in (False, True):  # the first call may initialise something, and so not be cached
         if isinstance(root, types.FunctionType):
             output = cache.call(Forward(root), args, kwargs)
         else:
@@ -168,12 +166,12 @@ def _warm(cache: Any, root: Any, batch: Any, inputs: Callable[[Any], Any] | None
 def _ready(
     cache: Any, root: Any, batch: Any, inputs: Callable[[Any], Any] | None, *, is_first: bool
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments for a batch of samples; an error if calls cannot be cached now."""
+    """The arguments for a batch of samples; raises if calls cannot be cached now."""
     args, kwargs = arguments_of(batch, inputs)
     if is_first:
         _check_arguments(cache.name, root, cache.method, batch, args, kwargs)
     stops = of_module(cache.keeper, root, is_without_grad=True)
-    if stops := [stop for stop in stops if stop.reason != "lazy"]:  # the first call makes such parameters
+    if stops := [stop for stop in stops if stop.reason != "lazy"]:  # the first call creates lazy parameters
         raise BypassError.all_of(stops).as_error(cache.name)
     return _moved((args, kwargs), root)  # type: ignore[no-any-return]
 
@@ -198,21 +196,21 @@ def estimate(
 ) -> Estimate:
     """The cost of caching the items of a dataset: bytes in memory and on disk, and time.
 
-    A few batches run through the plain forward. Their outputs are compressed as they would be on disk, and
-    then dropped: nothing is stored. Random generators keep their state.
+    Runs a few batches through the plain forward, compresses their outputs as on disk, and drops them: nothing
+    is stored. Random generators keep their state.
 
     Parameters
     ----------
     data, inputs, batch_size, num_workers, method
-        As for `warmup`. Of an iterator, the batches are gone afterwards.
+        As for `warmup`. The batches taken from an iterator are lost.
     batches : int
-        How many batches to look at. If there is more than one, the time of the first one, which also starts
-        workers and compiles, does not count.
+        How many batches to examine. If more than one, the time of the first, which also starts workers and
+        compiles, does not count.
 
     Returns
     -------
     Estimate
-        What all items take. Its text says so, whether the budgets are large enough, and which one would be.
+        The cost of all items. Printing it shows that, whether the budgets suffice, and which would.
 
     Raises
     ------
@@ -241,7 +239,7 @@ def estimate(
     with torch.no_grad(), _random_as_before(self, share):
         for batch in islice(share.batches, batches):
             args, kwargs = _ready(self, root, batch, inputs, is_first=not looks)
-            output = self._known.runner.run(forward, args, kwargs)  # which the cache takes for its own call
+            output = self._known.runner.run(forward, args, kwargs)  # counts as the cache's own call
             seconds, count = time.perf_counter() - start, self._known.signature.count(args, kwargs)
             try:
                 looks.add(count, seconds, output_sizes(output, count, self.settings))
@@ -258,7 +256,7 @@ def estimate(
 
 @contextlib.contextmanager
 def _random_as_before(cache: Any, share: Share) -> Iterator[None]:
-    """Put generators of random numbers back at the end."""
+    """Restore random generators at the end."""
     generator = getattr(share.batches, "generator", None)
     generators = [generator] if isinstance(generator, torch.Generator) else []
     random = RandomState([*cache.keeper.generators, *generators])
@@ -286,7 +284,7 @@ def arguments_of(batch: Any, inputs: Callable[[Any], Any] | None) -> tuple[tuple
 def _check_arguments(
     name: str, root: Any, method: str, batch: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
-    """Raise if the arguments do not fit the method; before a forward, a hook may change them."""
+    """Raise if the arguments do not fit the method; skipped if hooks before a forward may change them."""
     if getattr(root, PRE_HOOKS, None) and method == "forward":
         return
     signature = inspect.signature(getattr(root, method, root))
@@ -308,7 +306,7 @@ def _outline(batch: Any) -> str:
 
 
 def _moved(arguments: Any, root: Any) -> Any:
-    """The arguments, with tensors on the CPU moved to where the first weights of the module are."""
+    """The arguments, with CPU tensors moved to the device of the module's first weight."""
     lazy = getattr(root, "__dict__", {}).get(LAZY_ATTRIBUTE)
     device = next((weight.device for weight in weights_of(root)), _CPU) if lazy is None else lazy.device()
     if device.type in ("cpu", "meta"):
@@ -323,7 +321,7 @@ def _moved(arguments: Any, root: Any) -> Any:
 
 
 class Share(NamedTuple):
-    """The batches of this rank, and how many items there are: here, and on all ranks. None: not known."""
+    """The batches of this rank, and the number of items on this rank and on all. None: unknown."""
 
     batches: Iterable[Any]
     items: int | None
@@ -331,12 +329,12 @@ class Share(NamedTuple):
 
 
 def share_of(data: Any, where: Place, batch_size: int, num_workers: int, *, is_even: bool = False) -> Share:
-    """The batches that a rank takes of a dataset, a loader, or any other iterable of batches.
+    """A rank's batches of a dataset, a loader, or any other iterable of batches.
 
-    The last kind, and a loader that gives each rank a part of its own, such as one with a
-    `DistributedSampler`, are taken as they are. If shares are to be even, some samples are there twice, so
-    that each rank has the same number of them; of streams and of batches of samplers they may still differ
-    by one. Raises `OptionError` for anything else, and for an empty one.
+    Other iterables, and loaders that already divide data among ranks, such as by a `DistributedSampler`, are
+    used as they are. With `is_even`, some samples are repeated, so that all ranks have equally many; for
+    streams and batch samplers, numbers may still differ by one. Raises `OptionError` for anything else, and
+    for empty data.
     """
     for name, value, least in (("batch_size", batch_size, 1), ("num_workers", num_workers, 0)):
         if type(value) is not int or value < least:
@@ -385,29 +383,29 @@ def _of_loader(loader: DataLoader[Any], where: Place, is_even: bool) -> Share:
         stream = _Turns(dataset, where) if where.world_size > 1 else dataset
         return Share(_with(loader, dataset=stream), *_counts(dataset, where))
     if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
-        # What is in a batch may matter, such as for padding; each rank has to make the same batches.
+        # The composition of batches may matter, such as for padding: all ranks must make the same batches.
         return Share(_with(loader, batch_sampler=_Turns(loader.batch_sampler, where)), None, None)
     if isinstance(sampler, (SequentialSampler, RandomSampler)):
         indices: Any = range(len(dataset))  # type: ignore[arg-type]
     else:
         count = len(sampler) if isinstance(sampler, Sized) else None
-        indices = sorted(set(islice(sampler, count)))  # ranks may draw them in different orders
+        indices = sorted(set(islice(sampler, count)))  # sorted, as ranks may draw different orders
     mine = _turns(indices, where, is_even)
-    if loader.batch_size is None:  # what the dataset calls a sample is a batch
+    if loader.batch_size is None:  # the dataset's samples are batches
         return Share(_with(loader, sampler=mine), None, None)
     batches = BatchSampler(mine, loader.batch_size, drop_last=False)
     return Share(_with(loader, batch_sampler=batches), len(mine), len(indices))
 
 
 def _with(loader: DataLoader[Any], **fields: Any) -> DataLoader[Any]:
-    """The same loader, of whatever class, with other samplers; torch sets these in its constructor only."""
+    """A copy of a loader, of any class, with other samplers, which torch sets only in constructors."""
     copied = copy.copy(loader)
     vars(copied).update(fields, _iterator=None)
     return copied
 
 
 def _counts(stream: Any, where: Place) -> tuple[int | None, int | None]:
-    """How many samples of a stream are this rank's, and how many there are."""
+    """How many samples of a stream this rank has, and how many there are."""
     if not isinstance(stream, Sized):
         return None, None
     return len(range(where.rank, len(stream), where.world_size)), len(stream)

@@ -1,8 +1,8 @@
-"""Where a cached call begins: what stands in the place of a method, of a class or of one object.
+"""Where a cached call begins: replacements of functions, and of methods of classes or objects.
 
-A class is patched in place, so that it stays the class it was for `isinstance`, `super` and pickle: functions
-that call the cache of the instance, which is made at the first call, replace its methods. An object gets
-callables in the place of its methods, in its ``__dict__``.
+A class is patched in place, so that `isinstance`, `super` and pickle still work: functions that call the
+instance's cache, made at the first call, replace its methods. In an object's ``__dict__``, callables replace
+its methods.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _WATCHED: ContextVar[frozenset[int]] = ContextVar("torchcache2_watched", default
 
 
 class Binding:
-    """One use of the decorator: its options, and what all of its caches share."""
+    """One use of the decorator: its options, and the state that its caches share."""
 
     def __init__(self, settings: CacheSettings, name: str, methods: tuple[str, ...] = ("forward",)) -> None:
         self.settings = settings
@@ -63,7 +63,7 @@ class Binding:
         self.creation = ProcessLock(threading.RLock)
 
     def settings_of(self, root: Any) -> CacheSettings:
-        """The options, with those that an object or its class overrides."""
+        """The options, including overrides by an object or its class."""
         options: dict[str, Any] = {}
         if not isinstance(root, types.FunctionType):
             for scope in (*map(vars, reversed(type(root).__mro__)), vars(root)):
@@ -82,7 +82,7 @@ class Binding:
         others: Sequence[Callable[..., Any]] = (),
         beside: ModuleCache | None = None,
     ) -> ModuleCache:
-        """A cache for a function, or for a method of an object, `beside` those of its other methods."""
+        """A cache for a function, or for a method, `beside` the caches of the object's other methods."""
         settings = self.settings_of(root)
         tiers: TierStack | None = None
         if beside is None or not settings.shares_tiers_with(beside.settings):
@@ -103,12 +103,12 @@ class Binding:
 def decorate_function(
     function: Callable[..., Any], binding: Binding | None, method: str | None = None
 ) -> Callable[..., Any]:
-    """A function in the place of another one, or of a `method` in the body of a class, which calls the cache.
+    """A replacement that calls the cache, for a function or for a `method` in the body of a class.
 
-    For a method, that is the cache of the instance; without a `binding`, that of the class counts.
+    For a method, it calls the instance's cache; without a `binding`, the class's one applies.
     """
 
-    # Dynamo compiles this function, so it does no more than it must.
+    # Dynamo compiles this function, so keep it minimal.
     @with_own_code
     @functools.wraps(function)
     def cached(*args: Any, **kwargs: Any) -> Any:
@@ -131,7 +131,7 @@ def _call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    # What is wrapped is read at each call: a notebook that reloads it in place gives the wrapper another one.
+    # Read the original at each call: a notebook that reloads code in place replaces it.
     if name is None:
         cache: ModuleCache = getattr(wrapper, "cache_instance")  # noqa: B009
         function = getattr(wrapper, ORIGINAL_ATTRIBUTE)
@@ -139,20 +139,20 @@ def _call(
             cache.bind(function, function)
         return cache.call(Forward(function, compiler), args, kwargs)
     if not args:
-        return getattr(wrapper, ORIGINAL_ATTRIBUTE)(**kwargs)  # without the object: Python says so
+        return getattr(wrapper, ORIGINAL_ATTRIBUTE)(**kwargs)  # without `self`: Python raises
     obj, rest = args[0], args[1:]
     kind, forward = type(obj), Forward(_original_method(obj, name, wrapper), compiler)
-    # The key stands for the method of the object's own class. If a subclass calls this one by `super()`, that
-    # is another computation, which is not cached by itself.
+    # The key identifies the method of the object's own class. If a subclass calls this one by `super()`, that
+    # is another computation, not cached by itself.
     is_other = getattr(kind, name, None) is not wrapper and not _is_own(kind, name, wrapper)
-    # A traced call makes no cache, as some exporters look for attributes that a call adds.
+    # A traced call makes no cache, as some exporters reject attributes added by a call.
     if is_other or ("cache_instance" not in getattr(obj, "__dict__", ()) and is_traced()):
         return forward(*rest, **kwargs)
     return cache_of_object(obj, name).call(forward, rest, kwargs)
 
 
 def is_cached_function(value: Any) -> bool:
-    """Whether a function stands in the place of another one, or of a method of a class."""
+    """Whether a function replaces another one, or a method of a class."""
     return isinstance(value, types.FunctionType) and is_ours(value) and hasattr(value, ORIGINAL_ATTRIBUTE)
 
 
@@ -160,7 +160,7 @@ def is_cached_function(value: Any) -> bool:
 
 
 def decorate_class(cls: Any, binding: Binding) -> Any:
-    """Patch a class and those that will be derived from it, and return it."""
+    """Patch a class and its future subclasses, and return it."""
     setattr(cls, BINDING, binding)
     setattr(cls, "cache_instance", _CacheAttribute(cache_of_object))  # noqa: B010  mypy knows no such attribute
     _patch_methods(cls)
@@ -193,7 +193,7 @@ def _patch_methods(cls: Any) -> None:
     for name, wrap in wraps.items():
         method = getattr(cls, name, None)
         if method is None or is_cached_function(method):
-            continue  # it is wrapped already, here or in the base class
+            continue  # already wrapped, here or in a base class
         wrapper = wrap(method, method=name)
         setattr(wrapper, ORIGINAL_ATTRIBUTE, method)
         if name not in cls.__dict__:
@@ -202,9 +202,9 @@ def _patch_methods(cls: Any) -> None:
 
 
 def restore_class(cls: type) -> None:
-    """Give a class, and those that are derived from it, back the methods that they had.
+    """Restore the methods of a class and its subclasses.
 
-    `DecorationError` if it is a base class that is decorated, or if another decorator hides ours.
+    `DecorationError` if a base class is decorated instead, or another decorator hides ours.
     """
     for base in cls.__mro__[1:]:
         if bindings_of(base):
@@ -234,7 +234,7 @@ def _restore(cls: Any) -> None:
 
 
 def _original_method(obj: Any, name: str, wrapper: Callable[..., Any]) -> Callable[..., Any]:
-    """The function inside a wrapper of a class, as of now: a notebook may reload classes in place."""
+    """The function inside a class's wrapper, as of now: a notebook may reload classes in place."""
     added_to = getattr(wrapper, ADDED_ATTRIBUTE, None)
     if added_to is not None and (owner := added_to()) is not None and isinstance(obj, owner):
         return getattr(super(owner, obj), name)  # type: ignore[no-any-return]
@@ -254,7 +254,7 @@ def _is_own(kind: type, name: str, wrapper: Callable[..., Any]) -> bool:
 
 
 def _layers(function: Any) -> Iterator[Any]:
-    """A function, and those that it wraps."""
+    """A function, and the functions that it wraps."""
     while function is not None:
         yield function
         function = getattr(function, "__wrapped__", None)
@@ -263,7 +263,7 @@ def _layers(function: Any) -> Iterator[Any]:
 def _cached_replicate(replicate: Callable[..., nn.Module], method: str) -> Callable[..., nn.Module]:
     @functools.wraps(replicate)
     def cached_replicate(self: nn.Module) -> nn.Module:
-        cache_of_object(self)  # the cache is made before the replicas are, so that they share it
+        cache_of_object(self)  # make the cache before the replicas, so that they share it
         return replicate(self)
 
     return cached_replicate
@@ -290,7 +290,7 @@ setattr(_CacheAttribute, ADDED_ATTRIBUTE, True)
 
 
 def bindings_of(kind: type) -> dict[str, Binding]:
-    """The decorators of the methods of a class, by name."""
+    """The decorators of a class's methods, by name."""
     found: dict[str, Binding] = {}
     for base in reversed(kind.__mro__):
         for name, value in vars(base).items():
@@ -302,12 +302,12 @@ def bindings_of(kind: type) -> dict[str, Binding]:
 
 
 def cache_of_object(obj: Any, name: str | None = None) -> ModuleCache:
-    """The cache of an object that is decorated, or whose class is; of one of its methods, if it is named.
+    """The cache of a decorated object, or of an object of a decorated class; or of a named method.
 
     `DecorationError` if there is none.
     """
     cache = getattr(obj, "__dict__", {}).get("cache_instance")
-    # A replica of `nn.DataParallel` has copies of the weights, and is gone after this call.
+    # A replica of `nn.DataParallel` has copies of the weights, and lives for one call.
     if cache is None or not (cache.root is obj or getattr(obj, REPLICA_MARK, False)):
         cache = None
     elif name is None or cache.method == name:
@@ -317,7 +317,7 @@ def cache_of_object(obj: Any, name: str | None = None) -> ModuleCache:
 
 
 def _make(obj: Any, name: str | None) -> ModuleCache:
-    """Make the caches of the methods that the class of an object has decorated."""
+    """Make the caches of the decorated methods of an object's class."""
     kind = type(obj)
     bindings = bindings_of(kind)
     if not bindings:
@@ -345,17 +345,17 @@ def _make(obj: Any, name: str | None) -> ModuleCache:
 
 
 class CachedMethod:
-    """A method of one object, in whose ``__dict__`` this is. It is copied and pickled as a part of that.
+    """A cached method in the ``__dict__`` of its object, with which it is copied and pickled.
 
-    It refers to the object weakly: with a cycle of references, an unused model would stay in memory until the
-    next garbage collection. One that is given away `holds` it, as a bound method does.
+    It holds the object weakly: a reference cycle would keep an unused model in memory until the next garbage
+    collection. One that is handed out `holds` it, like a bound method.
     """
 
     def __init__(
         self, obj: Any, name: str, own: Callable[..., Any] | None, cache: ModuleCache, holds: bool = False
     ) -> None:
         self.cache = cache
-        self.own = own  # what the object had as an attribute of this name, if anything
+        self.own = own  # the object's own attribute of this name, if any
         self._object = weakref.ref(obj)
         self._held = obj if holds else None
         setattr(self, ORIGINAL_ATTRIBUTE, own)
@@ -409,7 +409,7 @@ class CachedMethod:
         return replica
 
     def holding(self) -> CachedMethod:
-        """The same, for callers that do not keep the object."""
+        """A copy that keeps the object alive, for callers that do not."""
         return CachedMethod(self.__self__, self.__name__, self.own, self.cache, holds=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CachedMethod:
@@ -417,7 +417,7 @@ class CachedMethod:
         return self if obj is None else self.of(obj, copy.deepcopy(self.own, memo), memo)
 
     def of(self, obj: Any, own: Callable[..., Any] | None, memo: dict[int, Any]) -> CachedMethod:
-        """The same for a copy of the object, with a cache of its own; `memo` knows that copy."""
+        """The method for a copy of the object, with its own cache; `memo` is that of the copy."""
         cache = copy.deepcopy(self.cache, memo)
         return type(self)(obj, self.__name__, own, cache, self._held is not None)
 
@@ -430,10 +430,10 @@ setattr(CachedMethod, ADDED_ATTRIBUTE, METHOD)
 
 
 class _WatchedMethod(CachedMethod):
-    """A method that is not cached, of a module whose forward is, until that is called.
+    """An uncached method of a module with a cached forward, until that is called.
 
-    Somebody who only calls this one has decorated the wrong method. It holds the module, as a bound method
-    does: it is there only until the first call of forward.
+    It detects programs that only call this method, and so have decorated the wrong one. It holds the module,
+    like a bound method, but exists only until the first call of forward.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -446,7 +446,7 @@ class _WatchedMethod(CachedMethod):
 
 
 def _watched_method(function: Callable[..., Any], method: str) -> Callable[..., Any]:
-    """The same for all modules of a class."""
+    """Like `_WatchedMethod`, for all modules of a class."""
 
     @with_own_code
     @functools.wraps(function)
@@ -476,7 +476,7 @@ def _run_watched(
 
 
 def _is_being_made(obj: Any) -> bool:
-    """Whether a constructor of the object is running: its calls are not a mistake."""
+    """Whether a constructor of the object is running, whose calls are no mistake."""
     frame = inspect.currentframe()
     while frame is not None:
         code = frame.f_code
@@ -487,7 +487,7 @@ def _is_being_made(obj: Any) -> bool:
 
 
 def _has_items(args: Any, kwargs: Any, output: Any) -> bool:
-    """Whether a call looks as if it computes an output for each item, rather than sets or saves something."""
+    """Whether a call seems to compute an output for each item, rather than to set or save something."""
     given, arrays = leaves_of((args, kwargs)), (Tensor, np.ndarray)
     if any(isinstance(leaf, arrays) for leaf in given):
         return output is not None and not isinstance(output, nn.Module)
@@ -497,7 +497,7 @@ def _has_items(args: Any, kwargs: Any, output: Any) -> bool:
 
 
 def _watch(module: nn.Module, cache: ModuleCache) -> None:
-    """Have it noticed if other methods are called, and forward never is."""
+    """Watch whether other methods are called, but never forward."""
     for name in _methods_with_arguments(type(module)):
         if name not in module.__dict__:
             module.__dict__[name] = _WatchedMethod(module, name, None, cache, holds=True)
@@ -505,7 +505,7 @@ def _watch(module: nn.Module, cache: ModuleCache) -> None:
 
 
 def _methods_with_arguments(kind: type) -> Iterator[str]:
-    """The public methods of a class of modules that somebody may mean to be cached."""
+    """The public methods of a module class that users may expect to be cached."""
     for name in dir(kind):
         raw = inspect.getattr_static(kind, name)
         is_public = not (name.startswith("_") or hasattr(nn.Module, name))
@@ -519,16 +519,16 @@ def _unwatch(module: nn.Module) -> None:
     for name, value in list(module.__dict__.items()):
         if isinstance(value, _WatchedMethod):
             del module.__dict__[name]
-            if name != value.__name__:  # somebody has given it another name besides
+            if name != value.__name__:  # also stored under another name
                 module.__dict__[name] = _plain(module, value.__name__)
 
 
 def _evaluates(method: Callable[..., Any], name: str) -> bool:
-    """Whether a method calls ``self.eval()`` before it computes, as those of sentence-transformers do.
+    """Whether a method calls ``self.eval()`` before it computes, like those of sentence-transformers.
 
-    A model is made in training mode. With that in its key, the first call of each process would be another
-    one than those after it, and a script that calls once would never find anything. Source cannot say this
-    of any method: what it computes before `eval` may depend on the mode.
+    Models are created in training mode. With that in the key, the first call of each process would differ
+    from later ones, and a script with one call would never have a hit. This cannot be inferred from source:
+    code before `eval` may depend on the mode.
     """
     package = str(getattr(method, "__module__", "")).partition(".")[0]
     return package == "sentence_transformers" and (name.startswith("encode") or name == "predict")
@@ -561,18 +561,18 @@ def _plain(obj: Any, name: str) -> Callable[..., Any]:
 
 
 def methods_of(obj: Any) -> dict[str, CachedMethod]:
-    """What stands in the place of methods of an object."""
+    """The cached methods of an object."""
     fields = getattr(obj, "__dict__", {})
     return {name: value for name, value in fields.items() if type(value) is CachedMethod}
 
 
 def decorate_object(obj: Any, binding: Binding, *, exactly: bool) -> None:
-    """Have methods of an object cached: `exactly` those of the binding, or these besides others."""
+    """Cache methods of an object: `exactly` those of the binding, or these in addition to others."""
     _check_slots(obj)
     known, settings = methods_of(obj), binding.settings_of(obj)
     before = {name: method.cache.settings for name, method in known.items()}
     if not known and (cache := obj.__dict__.get("cache_instance")) is not None and cache.root is obj:
-        before = {name: one.settings for name, one in cache.methods.items()}  # its class is decorated
+        before = {name: one.settings for name, one in cache.methods.items()}  # by its decorated class
     wanted = dict.fromkeys(binding.methods, settings)
     if before == wanted if exactly else wanted.items() <= before.items():
         return
@@ -602,7 +602,7 @@ def _check_slots(obj: Any) -> None:
 
 
 def own_method(obj: Any, name: str) -> Any:
-    """What an object has as an attribute of its own in the place of a method; raises if it has none."""
+    """The object's own attribute that overrides a method, if any; raises if the method cannot be cached."""
     own: Any = obj.__dict__.get(name)
     if isinstance(own, CachedMethod):
         return own.own
@@ -615,9 +615,9 @@ def own_method(obj: Any, name: str) -> Any:
 
 
 def check_method(kind: type, name: str, own: Any = None, *, in_body: bool = False) -> None:
-    """Raise if the attribute of a class, or of an object as its `own`, cannot be cached.
+    """Raise if an attribute of a class, or an object's `own` one, cannot be cached.
 
-    Methods that Python looks up in the class are cached `in_body` only.
+    Special methods, which Python looks up in the class, can be cached `in_body` only.
     """
     raw = inspect.getattr_static(kind, name, None)
     why = ""
@@ -643,7 +643,7 @@ def is_deferred(function: Any) -> bool:
 
 
 def restore_object(obj: Any, names: Collection[str]) -> None:
-    """Give an object back some of the methods that it had."""
+    """Restore some methods of an object."""
     if "forward" in names:
         _unwatch(obj)
     for name in names:
@@ -655,7 +655,7 @@ def restore_object(obj: Any, names: Collection[str]) -> None:
 
 
 def _patch_copy(kind: Any) -> None:
-    """Have `copy.copy` give a copy cached methods of its own: those of the original compute with that."""
+    """Make `copy.copy` give a copy its own cached methods: the original's would compute with the original."""
     own = getattr(kind, "__copy__", None)
     if is_cached_function(own):
         return
@@ -672,12 +672,12 @@ def _patch_copy(kind: Any) -> None:
     setattr(copied, ORIGINAL_ATTRIBUTE, own)
     if "__copy__" not in vars(kind):
         setattr(copied, ADDED_ATTRIBUTE, True)
-    with contextlib.suppress(TypeError):  # a class that is written in C
+    with contextlib.suppress(TypeError):  # a class written in C
         kind.__copy__ = copied
 
 
 def _shallow_copy(obj: Any) -> Any:
-    """What `copy.copy` makes of an object whose class does not say how it is copied."""
+    """What `copy.copy` does for a class without ``__copy__``."""
     reduced = obj.__reduce_ex__(4)
     if isinstance(reduced, str):
         return obj
@@ -698,7 +698,7 @@ def _shallow_copy(obj: Any) -> Any:
 
 
 def _refer(obj: Any) -> None:
-    """Have an object refer to the caches of its methods."""
+    """Set an object's references to the caches of its methods."""
     known, fields = list(methods_of(obj).values()), obj.__dict__
     fields.pop("cache_instance", None)
     fields.pop(REPLICATE, None)

@@ -67,8 +67,9 @@ class Estimate:
     items : int or None
         How many items there are, for all ranks; None: unknown, and then most other fields are, too.
     row_bytes : int
-        Bytes of one row in memory. stored_bytes : int or None Bytes of one row in a file, compressed as by
-        the option; None: unknown.
+        Bytes of one row in memory.
+    stored_bytes : int or None
+        Bytes of one row in a file, with the chosen compression; None: unknown.
     seconds : float or None
         Time for the items of this rank, at the pace of these batches.
     memory_bytes, disk_bytes : int or None

@@ -30,7 +30,9 @@ class WarmupStats:
     found : int
         Items that were found, or appeared before in this warmup.
     seconds : float
-        Duration. bytes : int Bytes of the rows of all these items, in memory.
+        Duration.
+    bytes : int
+        Bytes of the rows of all these items, in memory.
     """
 
     __module__ = "torchcache2"

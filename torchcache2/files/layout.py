@@ -73,7 +73,9 @@ class Layout:
     rows_per_block : int
         0 if rows of equal size lie one after another; else rows are in blocks, at `offsets`.
     payload_bytes : int
-        Bytes of the blocks. library : str The version that wrote the segment.
+        Bytes of the blocks.
+    library : str
+        The version that wrote the segment.
     """
 
     namespace: bytes

@@ -19,7 +19,9 @@ class Breaker:
     Attributes
     ----------
     faults : int
-        System calls that failed. Warns once for each kind of fault.
+        System calls that failed.
+    tell : ToldOnce
+        Warns once for each kind of fault.
     shortest : float
         The first pause in seconds; each further one is twice as long, up to a minute.
     """

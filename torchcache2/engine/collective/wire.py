@@ -109,8 +109,9 @@ class Offer(NamedTuple):
         The reason, as in the statistics, if its output is not stored. Else what this rank knows about such
         calls, for ranks whose forward can run only for the whole batch.
     text : str
-        Why it fails, or does not store. numbers : ndarray of uint16, shape (n,) For each key in question: 0
-        if its row is not offered, else 1 + the number of its part.
+        Why it fails, or does not store.
+    numbers : ndarray of uint16, shape (n,)
+        For each key in question: 0 if its row is not offered, else 1 + the number of its part.
     schemas : sequence of str
         The schemas of the parts of its rows, as JSON.
     """

@@ -44,7 +44,9 @@ class Objects(Breaker):
     patience : float
         Seconds that the bucket may take to answer, besides the transfer.
     tries : int
-        How often to try a request. Seconds before the second try, ±50 %; doubles each time.
+        How often to try a request.
+    backoff : float
+        Seconds before the second try, ±50 %; doubles with each further try.
     pause : float
         Seconds without requests after a fault; doubles each time, up to a minute.
 
