@@ -262,7 +262,7 @@ def closed(kind: Any, context: Any, children: Iterable[Any]) -> Any:
     else:
         value = pytree.SUPPORTED_NODES[kind].unflatten_fn(children, copy.deepcopy(context))
         if type(value) is not kind or not same(_flattened(kind, value), (context, children)):
-            raise UnstorableError(f"a {_name(kind)} that its class makes of other parts")
+            raise UnstorableError(f"a {_name(kind)} that its class does not rebuild from these parts")
     return value
 
 

@@ -2,8 +2,8 @@
 
 A block is one or more rows: for each leaf a part, the bytes of its elements. Rows, dtypes and sizes are known
 from elsewhere, and are not in the block. Leaves of one lane are compressed together, so that a row takes one
-stream whatever its leaves are. Checksums are not the codec's task: from a changed block it makes a
-`DamagedError` or wrong bytes.
+stream whatever its leaves are. Checksums are not the codec's task: a changed block raises
+`DamagedError`, or decodes to wrong bytes.
 """
 
 from __future__ import annotations
@@ -300,7 +300,7 @@ def _spans(head: bytes, groups: Sequence[_Group]) -> _Spans:
             size = (count + 7) // 8 if piece == _BITMAP else full if has_bitmap else count
             if is_packed := bool(flags >> piece & 1):
                 if size == 0:
-                    raise DamagedError("nothing that is compressed")
+                    raise DamagedError("an empty piece among the compressed ones")
                 begin, packed = packed, packed + size
             else:
                 begin, raw_end = raw_end, raw_end + size
@@ -462,7 +462,7 @@ def _chunk(data: memoryview, stored: int, size: int, width: int) -> memoryview:
     if not _HEADER.size <= stored <= len(data):
         raise DamagedError("a block that ends too early")
     version, _, flags, typesize, count, part, length, pipeline, special = _HEADER.unpack_from(data)
-    # The library obeys headers: they could name filters and codecs that it would go and load.
+    # The library obeys headers: they could name filters and codecs to load.
     if (
         stored != length
         or (version, typesize, count, pipeline) != (_CHUNK_VERSION, width, size, _PIPELINE)

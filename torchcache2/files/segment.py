@@ -497,7 +497,7 @@ class Segment:
         ].astype(np.int64)
 
     def _read_ranges(self, blocks: Array) -> tuple[Array, Array]:
-        """The same from the file. Nothing says that the bytes are good: the checksums of the rows will."""
+        """Like `_ranges`, from the file. Not checked here: the rows' checksums reveal wrong ranges."""
         file, index = self._descriptors.get(self.path), self._start - self.layout.index_bytes
         first = index + 24 * len(self)  # keys and checksums are before the offsets
         pairs = [self.fs.read_bytes(file, first + 8 * block, 16) for block in blocks.tolist()]
@@ -516,7 +516,7 @@ class Segment:
 
 
 def _runs(starts: Array, ends: Array) -> Iterator[tuple[int, int, int, int]]:
-    """Ranges that lie together, each beginning where the one before ends: from which to which, and where."""
+    """Join adjacent ranges; yields the first range, the one after the last, and start and end in bytes."""
     first, begin, end = 0, -1, -1
     for place, (start, upto) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
         if start != end:
