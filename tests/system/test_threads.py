@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from torchcache2 import torchcache
+from torchcache2.engine.stack import TierStack
 
 SOAK = bool(os.environ.get("SOAK"))
 
@@ -94,3 +95,55 @@ def test_caches_made_and_dropped_while_others_evict_do_not_deadlock():
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         assert all(pool.map(work, range(8), timeout=600 if SOAK else 60))
+
+
+class Slow(nn.Module):
+    """Its forward waits until another thread has made an edit."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("weight", torch.ones(6))
+
+    def forward(self, x):
+        if self.edit is not None:
+            thread = threading.Thread(target=self.edit[0])
+            thread.start()
+            thread.join()
+        return x * self.weight
+
+    edit = None
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda weight: weight.mul_(2),
+        lambda weight: weight.data.mul_(2),
+        lambda weight: weight.numpy().fill(2),
+    ],
+    ids=["in place", "data", "numpy"],
+)
+def test_rows_computed_while_another_thread_edits_weights_are_not_kept(edit):
+    module, x = torchcache(probe=False)(Slow()), torch.rand(4, 6)
+    Slow.edit = [lambda: edit(module.weight)]
+    try:
+        module(x)
+    finally:
+        Slow.edit = None
+    assert torch.equal(module(x), 2 * x)
+    module.weight.numpy().fill(1)
+    assert torch.equal(module(x), x)
+
+
+def test_rows_of_an_input_that_another_thread_writes_to_during_the_lookup_are_not_kept(monkeypatch):
+    function, x = torchcache(lambda x: x * 2), torch.rand(4, 6)
+    before, found = x.clone(), TierStack.get
+
+    def slow(*args, **kwargs):
+        x.zero_()
+        return found(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TierStack, "get", slow)
+        function(x)
+    assert torch.equal(function(before), 2 * before)
