@@ -18,6 +18,7 @@ from tests.benchmarks import (
     gpu,
     hits,
     index,
+    large,
     lazy,
     loaders,
     losing,
@@ -41,6 +42,7 @@ SECTIONS = {
     "codecs": codecs.run,
     "disk": disk.run,
     "index": index.run,
+    "large": large.run,
     "ahead": ahead.run,
     "ranks": ranks.run,
     "collective": collective.run,
@@ -62,7 +64,7 @@ def main():
         section = SECTIONS[name]
         if name in PLOTS:
             section = partial(section, plot=Path(options.plots, PLOTS[name]))
-        if name in ("disk", "index", "ahead", "datasets", "loaders"):
+        if name in ("disk", "index", "large", "ahead", "datasets", "loaders"):
             section = partial(section, folder=options.dir)
         torch.manual_seed(0)
         section(report)

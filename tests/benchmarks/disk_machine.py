@@ -49,7 +49,7 @@ class Machine:
         os.close(descriptor)
 
     def open(self):
-        self.out = torch.ones(BATCH, self.items.width)
+        self.out = torch.ones(self.items.batch, self.items.width)
         self.targets = [memoryview(row) for row in self.out.numpy()]
         self.descriptor = os.open(self.path, os.O_RDONLY)
         self.threads = ThreadPoolExecutor(16)

@@ -23,12 +23,13 @@ NAMESPACE = b"benchmark" + bytes(7)
 
 
 class Items:
-    """`count` items of two numbers, the rows that `Rows` makes of them, and random keys.
+    """`count` items of two numbers, the rows that `Rows` makes of them, and random keys; in batches.
 
     The two numbers are what torchcache 0.6.0 can tell apart: it adds up whole numbers of each input.
     """
 
-    def __init__(self, count, width):
+    def __init__(self, count, width, batch=BATCH):
+        self.batch = batch
         self.inputs = torch.zeros(count, 2)
         self.inputs[:, 0] = torch.arange(count)
         self.width = width
@@ -50,7 +51,7 @@ class Items:
 
     def batches(self):
         """Positions of batches, in order."""
-        return np.split(np.arange(len(self)), range(BATCH, len(self), BATCH))
+        return np.split(np.arange(len(self)), range(self.batch, len(self), self.batch))
 
 
 def make_module():

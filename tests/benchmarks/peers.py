@@ -1,11 +1,16 @@
 """The caches that a user would reach for instead, each behind one call: `cache(x, indices)`.
 
-`x` is a batch, and `indices` are the numbers of its items in the dataset, which only `DictByIndex` looks
-at. None of them holds what `DictByContent` and `JoblibItems` leave out: weights, other arguments, a budget.
+`x` is a batch, and `indices` are the numbers of its items in the dataset, which only `DictByIndex` and
+`ModuleCache` look at. None of them holds what `DictByContent` and `JoblibItems` leave out: weights, other
+arguments, a budget.
 """
 
+import contextlib
 import hashlib
+import io
 import logging
+from importlib.util import find_spec
+from pathlib import Path
 
 import joblib
 import torch
@@ -73,6 +78,45 @@ def _from_rows(rows, keys, module, x):
         for position, row in zip(missing, module(x[missing]), strict=True):
             rows[keys[position]] = row.clone()  # not a view that keeps the whole batch alive
     return torch.stack([rows[key] for key in keys])
+
+
+class ModuleCache:
+    """torch-module-cache, whose users give each item a key: here its number in the dataset.
+
+    With its level MEMORY it writes a file for each item as well. It computes a whole batch if an item is new.
+    """
+
+    name = "torch-module-cache 0.1.4"
+
+    def __init__(self, module_class, folder):
+        from torch_module_cache import CacheLevel, cache_module
+
+        class Features(module_class):
+            items = 0
+
+            def forward(self, x):
+                Features.items += len(x)
+                return super().forward(x)
+
+        self.folder = Path(folder)
+        decorate = cache_module(cache_path=str(folder), cache_level=CacheLevel.MEMORY)
+        self.module = decorate(Features)().eval()
+
+    @staticmethod
+    def is_installed():
+        return find_spec("torch_module_cache") is not None
+
+    def __call__(self, x, indices):
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints that it makes the module
+            return self.module(x, cache_key=indices)
+
+    @property
+    def items(self):
+        """How many it has computed."""
+        return type(self.module).items
+
+    def bytes_on_disk(self):
+        return sum(path.stat().st_size for path in self.folder.rglob("*.pt"))
 
 
 class JoblibItems:

@@ -13,7 +13,10 @@ from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 from tests.benchmarks.report import hardware
 
 BATCH = 256
-STYLES = [("#c1272d", "o"), ("#0000a7", "s"), ("#a0620a", "^"), ("#008176", "D"), ("#7a3f9d", "v")]
+STYLES = [
+    *(("#c1272d", "o"), ("#0000a7", "s"), ("#a0620a", "^")),
+    *(("#008176", "D"), ("#7a3f9d", "v"), ("#4f7a1c", "P")),
+]
 GAP = 1.5  # labels are at least this factor apart on the logarithmic axis
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from tests.benchmarks.hits import BATCH, PEER, make_features
-from tests.benchmarks.peers import Decorated, DictByContent, DictByIndex, JoblibItems
+from tests.benchmarks.peers import Decorated, DictByContent, DictByIndex, JoblibItems, ModuleCache
 from tests.benchmarks.peers import torchcache as peer
 from tests.benchmarks.plot import draw
 from tests.benchmarks.report import per_item
@@ -27,16 +27,19 @@ CASES = {
     (3, 224, 224): 12,
 }
 EVERY = {JOBLIB: 6}
+ROW_BYTES = 768 * 4
 
 
 def run(report, plot):
-    times, wrong = {}, {}
+    times, wrong, written = {}, {}, 0
     for shape, rounds in CASES.items():
         x = torch.randn(BATCH, *shape, generator=torch.Generator().manual_seed(1))
         with tempfile.TemporaryDirectory() as folder, torch.no_grad():
             progress(f"sizes: {shape}, filling and checking")
             caches = make_caches(folder)
             wrong[shape] = {name: check(name, cache, x) for name, cache in caches.items()}
+            if ModuleCache.name in caches:
+                written = caches[ModuleCache.name].bytes_on_disk()
             progress(f"sizes: {shape}")
             times[shape] = measure(caches, x, rounds)
     title = f"All-hit batches of {BATCH}, float32 → (768,) float32: µs per item, median (P90)"
@@ -51,20 +54,29 @@ def run(report, plot):
         f"`{JOBLIB}` is called for one item at a time, as batches of shuffled data do not come back. "
         "Only torchcache2 looks at the module's code and weights at every call."
     )
+    if written:
+        report.text(
+            f"`{ModuleCache.name}` finds an item by the key that its user passes, and reads no input. "
+            f"Its files of {BATCH} rows, {BATCH * ROW_BYTES / 1e6:.1f} MB, take {written / 1e6:.1f} MB: "
+            "each holds the output of the whole batch."
+        )
     title = f"Time to find an item, in batches of {BATCH} hits (float32 → (768,) float32)"
     draw(Path(plot), title, times, reference=LIMIT)
     report.text(f"Plot: `{plot}`")
 
 
 def make_caches(folder):
-    """A cache of each kind, by name, for modules that compute the same."""
-    return {
+    """A cache of each kind that is installed, by name, for modules that compute the same."""
+    caches = {
         OURS: Decorated(torchcache(make_features())().eval()),
         PEER: Decorated(peer()(make_features())().eval()),
         JOBLIB: JoblibItems(make_features()().eval(), folder),
         BY_CONTENT: DictByContent(make_features()().eval()),
         BY_INDEX: DictByIndex(make_features()().eval()),
     }
+    if ModuleCache.is_installed():
+        caches[ModuleCache.name] = ModuleCache(make_features(), Path(folder, "by key"))
+    return caches
 
 
 def check(name, cache, x):

@@ -298,7 +298,7 @@ def test_folders_without_a_dataset_say_what_is_there(path, tmp_path):
         ({"cache_dir": "x", "partial": 1}, "partial=1: expected True or False"),
         ({"cache_dir": "x", "name": 7}, "name=7: expected a text"),
         ({"cache_dir": "x", "nmae": 1}, "no option 'nmae'"),
-        ({"dataset": [1], "partial": True}, "partial=True is about samples without their dataset"),
+        ({"dataset": [1], "partial": True}, "partial=True is only for samples without their dataset"),
     ],
     ids=["nowhere", "verify", "redis", "partial", "name", "unknown", "with a dataset"],
 )

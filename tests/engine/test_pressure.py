@@ -10,7 +10,7 @@ import torch
 
 from tests.helpers import storage
 from tests.helpers.storage import CPU, NAMESPACES, keys_of, put, rows_of, warnings_of
-from torchcache2 import Cache, torchcache
+from torchcache2 import Cache, CachedDataset, torchcache
 from torchcache2.core.rows import Rows
 from torchcache2.decorator import forward
 from torchcache2.decorator.forward import Computation
@@ -219,6 +219,33 @@ def test_a_forward_without_memory_keeps_nothing_of_its_call():
             assert is_of_forward(raised.value) is (error is OutOfMemory)
             del raised
         assert [reference() for reference in made] == [None, None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_outputs_and_samples_are_freed_without_the_garbage_collector(where, tmp_path):
+    def tensor(value):
+        made.append(weakref.ref(value))
+        return value
+
+    class Images(list):
+        def __getitem__(self, index):
+            return {"image": tensor(torch.full((3,), float(index))), "label": index}
+
+    def double(x):
+        return {"y": [tensor(x * 2)], "z": (tensor(x + 1),)}
+
+    made, folder = [], {"memory": None, "disk": tmp_path}[where]
+    images = CachedDataset(Images(range(10)), folder, name="ten", memory_size=(where == "memory") * 10**6)
+    function = torchcache(persistent_cache_dir=folder)(double)
+    function(X + 1), images[0]
+    gc.disable()
+    try:
+        for i in range(3):
+            function(X[i : i + 2]), images[i + 1], images.__getitems__([i + 4, i + 7])
+        function.cache_instance.flush(), images.close()
+        assert made and not [reference for reference in made if reference() is not None]
     finally:
         gc.enable()
 

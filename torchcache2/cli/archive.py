@@ -270,7 +270,7 @@ def _write_archive(directory: CacheDirectory, target: Descriptor, progress: Prog
         try:
             source = fs.open(os.path.join(directory.path, info.name))
         except FileNotFoundError:
-            continue  # somebody has made room
+            continue  # another process has made room
         info.size, info.mtime = fs.size(source), int(file.mtime)
         end = fs.write_all(target, [memoryview(info.tobuf(tarfile.GNU_FORMAT))], end)
         end = _copy(fs, source, 0, info.size, target, end, progress if is_segment else _ignore)

@@ -98,7 +98,7 @@ def _options(
 
 @app.command("ls")
 def _ls(directory: _Dir = ".", form: _AsFormat = _Format.table) -> None:
-    """List the namespaces: whose they are, rows, bytes, use."""
+    """List the namespaces: class, rows, bytes, last use."""
     from torchcache2.cli import report
     from torchcache2.cli.report import opened
 

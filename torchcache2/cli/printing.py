@@ -36,7 +36,7 @@ def print_json(value: Any) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table with a header; if the output is no terminal, separated by tabs."""
+    """Print a table with a header; if the output is not a terminal, separated by tabs."""
     if not sys.stdout.isatty():
         for row in (columns, *rows):
             say("\t".join(row))

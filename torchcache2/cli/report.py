@@ -113,7 +113,7 @@ class Namespace:
 
     id: str  # 32 hexadecimal digits
     name: str  # of the class or function; "?" if its ``fingerprint.json`` does not say
-    dataset: dict[str, Any] | None  # what is said of the dataset, if it is one, and which share is there
+    dataset: dict[str, Any] | None  # for a dataset: its description, and the share that is filled
     segments: int
     unreadable: int  # segments that could not be opened; the next four are about the others
     rows: int
@@ -373,7 +373,7 @@ def folder(path: str, command: str) -> CacheDirectory:
 def check_folder(path: str, command: str) -> None:
     """Raise `OptionError` if a path is a URL, without showing it, as it may contain a password."""
     if is_url(path):
-        raise OptionError(f"`torchcache2 {command}` takes a folder, not a URL: copy what is there")
+        raise OptionError(f"`torchcache2 {command}` takes a folder, not a URL: copy its files first")
 
 
 @contextlib.contextmanager

@@ -1,1 +1,1 @@
-"""What everybody speaks: rows, keys, options, locks, logs, errors."""
+"""The common terms of all rooms: rows, keys, options, locks, logs, errors."""

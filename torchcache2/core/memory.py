@@ -323,7 +323,7 @@ def write(data: Tensor, first: int, values: Tensor) -> None:
 
 
 def as_bytes(column: Tensor) -> Tensor:
-    """A column as uint8 ``(n, bytes)``; shares memory if it is contiguous, and not a conjugate or negative view."""
+    """A column as uint8 ``(n, bytes)``; shares memory if it is contiguous, and no conjugate or negative."""
     count = column.shape[0]
     size = column.numel() // count * column.element_size() if count else 0
     flat = column.resolve_conj().resolve_neg().contiguous().view(-1)

@@ -92,7 +92,7 @@ class Bucket:
         if scheme in ("http", "https"):
             raise OptionError(
                 f"{option}='{scheme}://…': nothing can be written to a web server; expected a URL such as "
-                f"{_EXAMPLES}. The address of a storage server belongs into storage_options="
+                f"{_EXAMPLES}. The address of a storage server belongs in storage_options="
             )
         if not rest.strip("/"):
             raise OptionError(f"{option}={url!r} names no bucket: expected a URL such as {_EXAMPLES}")
@@ -108,8 +108,8 @@ class Bucket:
             local_dir = os.path.abspath(os.path.expanduser(os.fspath(local_dir)))
             if scheme in ("file", "local") and os.path.realpath(rest) == os.path.realpath(local_dir):
                 raise OptionError(
-                    f"local_dir={local_dir!r} is the folder of {option} itself: what makes room there "
-                    "would be lost. Give another one, or the folder as a path that is no URL"
+                    f"local_dir={local_dir!r} is the folder of {option} itself: files deleted there "
+                    "for room would be lost. Give another folder, or pass this one as a path, not a URL"
                 )
         if isinstance(remote_size, float):
             raise OptionError(
@@ -281,7 +281,7 @@ def place_of(path: Any, for_buckets: Mapping[str, Any]) -> str | Servers | Bucke
     Raises
     ------
     OptionError
-        If this is no valid place, or an option does not apply there.
+        If this is not a valid place, or an option does not apply there.
     """
     if path is None or isinstance(path, (Servers, Bucket)):
         if not isinstance(path, Bucket):

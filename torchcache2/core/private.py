@@ -59,7 +59,7 @@ in_dispatch_mode: Callable[[], object] = _first(
 is_fx_traced: Callable[[], bool] = _first(
     "torch.fx._symbolic_trace.is_fx_symbolic_tracing",
     "torch.fx._symbolic_trace.is_fx_tracing",
-    otherwise=bool,  # traced values are no tensors: such calls are bypassed anyway
+    otherwise=bool,  # traced values are not tensors: such calls are bypassed anyway
 )
 PRODUCT_PRECISION: Callable[[str, str], str] | None = _first("torch._C._get_fp32_precision_getter")
 

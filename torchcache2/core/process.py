@@ -54,7 +54,7 @@ def has_ranks() -> bool:
 def ray_job() -> tuple[str, ...]:
     """The Ray cluster and job of this process, be it driver, task or actor; empty if there is none.
 
-    Only a process that has imported Ray itself is asked. Ray's processes are no ranks: they have no number,
+    Only a process that has imported Ray itself is asked. Ray's processes are not ranks: they have no number,
     and nothing tells how many there are.
     """
     ray: Any = sys.modules.get("ray")

@@ -343,7 +343,7 @@ CacheSettings.__init__ = _init_by_name  # type: ignore[method-assign]
 _OF_TORCHCACHE = {  # options of torchcache 0.6 that do not exist here
     "zstd_compression": "it is compression='brotli'",
     "zstd_compression_level": "it is compression_quality",
-    "zstd_compression_threads": "nothing takes its place, as one thread compresses behind the caller's back",
+    "zstd_compression_threads": "nothing takes its place, as one background thread compresses",
     "use_mmap_on_load": "nothing takes its place, as files are read and never mapped",
 }
 

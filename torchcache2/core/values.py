@@ -262,7 +262,7 @@ def closed(kind: Any, context: Any, children: Iterable[Any]) -> Any:
     else:
         value = pytree.SUPPORTED_NODES[kind].unflatten_fn(children, copy.deepcopy(context))
         if type(value) is not kind or not same(_flattened(kind, value), (context, children)):
-            raise UnstorableError(f"a {_name(kind)} that its class makes of other parts")
+            raise UnstorableError(f"a {_name(kind)} that its class does not rebuild from these parts")
     return value
 
 
@@ -277,21 +277,28 @@ def taken_apart(value: Any, opened: Opener) -> tuple[list[tuple[str, Any]], pytr
     `UnstorableError` if a node cannot be restored, or nodes are nested too deep.
     """
     leaves: list[tuple[str, Any]] = []
+    return leaves, _structure(value, "", 0, opened, leaves)
 
-    def spec_of(value: Any, path: str, depth: int) -> pytree.TreeSpec:
-        try:
-            node = opened(value, path)
-            if node is not None and depth > _DEEPEST:
-                raise UnstorableError(f"nested more than {_DEEPEST} deep")
-        except UnstorableError as error:
-            raise error.inside(path) from None
-        if node is None:
-            leaves.append((path, value))
-            return BARE
-        pairs = zip(_steps(value, *node), node[2], strict=True)
-        return pytree.TreeSpec(*node[:2], [spec_of(child, path + step, depth + 1) for step, child in pairs])
 
-    return leaves, spec_of(value, "", 0)
+def _structure(
+    value: Any, path: str, depth: int, opened: Opener, leaves: list[tuple[str, Any]]
+) -> pytree.TreeSpec:
+    """The structure of a value at a path; appends its leaves to `leaves`.
+
+    No closure: one that calls itself is a cycle, which would keep the leaves until the collector runs.
+    """
+    try:
+        node = opened(value, path)
+        if node is not None and depth > _DEEPEST:
+            raise UnstorableError(f"nested more than {_DEEPEST} deep")
+    except UnstorableError as error:
+        raise error.inside(path) from None
+    if node is None:
+        leaves.append((path, value))
+        return BARE
+    pairs = zip(_steps(value, *node), node[2], strict=True)
+    children = [_structure(child, path + step, depth + 1, opened, leaves) for step, child in pairs]
+    return pytree.TreeSpec(*node[:2], children)
 
 
 def _steps(value: Any, kind: Any, context: Any, children: Sequence[Any]) -> Sequence[str]:

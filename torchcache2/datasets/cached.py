@@ -287,8 +287,8 @@ class CachedDataset(Keeper, Dataset[Any]):
             recipe: Recipe = ServedRecipe.of_folder(given)
         elif partial is not False:
             raise OptionError(
-                f"partial={shown(partial)} is about samples without their dataset, as of "
-                "CachedDataset(None, cache_dir): a dataset loads what is missing"
+                f"partial={shown(partial)} is only for samples without their dataset, "
+                "CachedDataset(None, cache_dir): a dataset loads missing samples"
             )
         else:
             check_dataset(dataset)
@@ -440,7 +440,7 @@ class CachedDataset(Keeper, Dataset[Any]):
         return np.arange(len(self)) if self._store is None else self._store.levels.absent(len(self))
 
     def explain(self) -> str:
-        """The differences from the dataset of earlier runs because of which samples were loaded again.
+        """Why samples were loaded again: the differences from the dataset of earlier runs.
 
         Returns
         -------

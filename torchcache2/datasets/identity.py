@@ -158,7 +158,7 @@ def length_of(dataset: Any) -> int | None:
 def _generators(dataset: Any) -> list[Any]:
     """The random generators among a dataset's attributes, and theirs, without a walk."""
     found, met, left = [], set[int](), [dataset]
-    for value in left:  # which grows
+    for value in left:  # grows meanwhile
         if id(value) in met or len(met) >= _MOST_PARTS:
             continue
         met.add(id(value))

@@ -69,7 +69,7 @@ class CacheLoader(Keeper):
     Raises
     ------
     OptionError
-        If an option cannot have its value, or a server refuses the password.
+        If an option has an invalid value, or a server refuses the password.
 
     Notes
     -----

@@ -188,12 +188,12 @@ class Keeper:
     _is_closed = False
 
     def stats(self) -> DatasetStats:
-        """What all processes have done with this so far."""
+        """Statistics of all processes so far."""
         tiers = {} if self._store is None else self._store.levels.stats()
         return DatasetStats.of(self._recipe.tally.total(), tiers)
 
     def flush(self) -> None:
-        """Return when all that this process has loaded is as lasting as it gets, such as on a server."""
+        """Return once all samples loaded by this process are as durable as possible, such as on a server."""
         if self._store is not None:
             self._store.levels.flush()
 
@@ -207,7 +207,7 @@ class Keeper:
             self._store.levels.clear()
 
     def close(self) -> None:
-        """Write what waits, and let go of memory and servers; from now on this process loads all it needs."""
+        """Write queued samples, and release memory and servers; from now on, every sample is loaded."""
         self._is_closed = True
         store, self._store = self._store, None
         if store is not None:

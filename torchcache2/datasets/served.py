@@ -1,4 +1,4 @@
-"""Samples that are served from a folder without the dataset that they come from."""
+"""Serves samples from a folder without their dataset."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from torchcache2.tiers.bucket.files import BucketError, BucketFiles
 from torchcache2.tiers.bucket.objects import Objects
 
 PAUSE = 0.5  # seconds after which a bucket that fails is asked again
-_ANY = 2**63  # bytes that a row may have: any number, as only the index is read
+_ANY = 2**63  # no limit on bytes of a row, as only the index is read
 _MOST_LISTED, _MOST_RANGES = 20, 5
 _LEAST_DIGITS = 4  # of a namespace
 
@@ -47,11 +47,11 @@ class Kept:
     kind : str
         The qualified name of its class.
     length : int or None
-        How many samples it has; None if it did not tell.
+        How many samples it has; None if unknown.
     name, version : str or None
-        What the user has called it.
+        As given by the user.
     document : dict
-        What ``fingerprint.json`` says.
+        The content of ``fingerprint.json``.
     """
 
     namespace: str
@@ -343,7 +343,7 @@ _ANY_ROW = 1 << 62  # no limit on the bytes of a row
 
 
 class _NoDataset:
-    """Takes the place of the dataset whose samples are served."""
+    """Stands in for the dataset whose samples are served."""
 
     def __init__(self, kept: Kept, path: str) -> None:
         self._title, self._path = kept.title, path

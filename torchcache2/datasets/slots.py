@@ -3,8 +3,8 @@
 It has the names, exceptions and states of stocaching 0.2.1's class, so that changing the import suffices.
 
 The memory is a file without a name, which the system frees when the last process that maps it ends, however
-it ends: first the rows, then one byte of state for each sample. A process that is forked has the mapping. Any
-other one gets a handle by pickle, which names the process that pickled it: there it opens the file.
+it ends: first the rows, then one byte of state for each sample. Forked processes inherit the mapping. Others
+get a pickled handle, which names the pickling process, through which they open the file.
 
 **Why readers need no lock.** A row is written first, and its state is set when the row is whole. The state is
 one byte, which is read whole. So a reader finds no row, or all of it, and a writer that is killed leaves an

@@ -205,11 +205,11 @@ class Source:
                 if not state.moved():
                     return False
             finally:
-                state.restore()  # the numbers that the caller draws next are those without a cache
+                state.restore()  # the caller must draw the same numbers as without a cache
         return True
 
     def _in_one(self, indices: Sequence[Any], state: RandomState | None) -> list[Any]:
-        """The samples that one call of `__getitems__` gives; none if they must be loaded one by one."""
+        """The samples returned by one call of `__getitems__`; none if they must be loaded one by one."""
         if len(indices) < 2 or not self._has_batches or self._apart.shares:
             return []
         samples = self._many(indices)

@@ -49,7 +49,7 @@ REASONS = {
     "batch": Reason("forward"),  # see `batch_advice`
     "random": Reason(
         "forward",
-        "its output is random: nothing to do if that is meant, else remove the random operation; or "
+        "its output is random: nothing to do if that is intended, else remove the random operation; or "
         "another thread drew random numbers meanwhile",
     ),
     "state": Reason("forward", "if that happens at every call, keep it outside of the forward"),
@@ -66,7 +66,7 @@ REASONS = {
         "step, by distributed='collective' with a persistent_module_hash",
     ),
     "output": Reason("forward"),
-    "unreadable": Reason("module", "a name that an object does not have has to raise an AttributeError"),
+    "unreadable": Reason("module", "reading a missing attribute must raise an AttributeError"),
 }
 _BATCH = {  # advice about a dependence on the batch, by how it was found
     "": (
@@ -79,7 +79,7 @@ _BATCH = {  # advice about a dependence on the batch, by how it was found
     ),
     "structure": (
         "return tensors or arrays whose first dimension is the batch, or a list with one entry per item, not "
-        "what has another structure for other items"
+        "a structure that differs between items"
     ),
     "raises": (
         "name arguments of the whole batch in shared_args, and those with one entry per item in item_args"
@@ -96,13 +96,13 @@ _BATCH = {  # advice about a dependence on the batch, by how it was found
         "one entry per item; if the batch is not the first dimension, use batch_first=True"
     ),
     "found": (
-        "items may depend on those beside them, as if they are padded to the longest of their batch: pad to "
-        "a fixed length, or leave the padding out of what is computed by a mask. Or the forward is not "
+        "items may depend on others in their batch, such as by padding to the longest: pad to a fixed "
+        "length, or mask the padding. Or the forward is not "
         "deterministic, or reads what its keys do not cover"
     ),
     "edited": (
-        "the module has changed in a way that leaves no sign, as by .data: after such an edit, call "
-        ".cache_instance.refresh()"
+        "the module has changed in a way that PyTorch does not record, such as by .data: after such an edit, "
+        "call .cache_instance.refresh()"
     ),
     "quantized": "quantize statically, or weights only",
     "stack": "pad outputs to a fixed shape, or decorate what runs before items are padded to the longest",

@@ -116,7 +116,7 @@ class LazyModule(nn.Module):
     Raises
     ------
     OptionError
-        If `load` is no function, or a file does not exist.
+        If `load` is not a function, or a file does not exist.
 
     Examples
     --------
@@ -273,7 +273,7 @@ class _Lazy:
                 place = os.path.join(path, name) if name else path
                 one = os.stat(place)
                 if not stat.S_ISREG(one.st_mode):
-                    raise OptionError(f"files: {place!r} is no regular file")
+                    raise OptionError(f"files: {place!r} is not a regular file")
                 state = one.st_size, one.st_mtime_ns, one.st_ctime_ns, one.st_ino, one.st_dev
                 found.append((number, name.replace(os.sep, "/"), place, *state))
         return found

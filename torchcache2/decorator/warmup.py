@@ -341,7 +341,7 @@ def share_of(data: Any, where: Place, batch_size: int, num_workers: int, *, is_e
             raise OptionError(f"{name}={value!r}: expected an int of at least {least}")
     if isinstance(data, Mapping):
         raise OptionError(
-            f"data is of type {type(data).__name__}, which is no dataset: give one of its values, or "
+            f"data is of type {type(data).__name__}, which is not a dataset: give one of its values, or "
             "iter([data]) if it is a batch of samples"
         )
     is_text = isinstance(data, (str, bytes))

@@ -476,7 +476,7 @@ def _run_watched(
 
 
 def _is_being_made(obj: Any) -> bool:
-    """Whether a constructor of the object is running, whose calls are no mistake."""
+    """Whether a constructor of the object is running, whose calls are not mistakes."""
     frame = inspect.currentframe()
     while frame is not None:
         code = frame.f_code

@@ -160,7 +160,7 @@ class Loop:
 
     def _stop(self, why: str) -> None:
         self._is_stopped = True
-        advice = "inputs= of ahead has to give what the forward gets of a batch"
+        advice = "inputs= of ahead must return the forward's arguments for a batch"
         self._tell("ahead", "%s: nothing is read ahead any more, as %s; %s", self._name, why, advice)
 
     def _has_thread(self) -> bool:

@@ -29,7 +29,7 @@ Differences = np.ndarray[Any, np.dtype[np.float64]]
 def differences(old: Rows, fresh: Rows, dtypes: Collection[torch.dtype] = ()) -> Differences:
     """The largest difference in each row, or 0 if it is within the tolerance.
 
-    Infinite if the schemas differ, or values that are no numbers. `dtypes` are the inputs' dtypes.
+    Infinite if the schemas differ, or values other than numbers. `dtypes` are the inputs' dtypes.
     """
     if old.schema != fresh.schema:
         return np.full(len(old), np.inf)

@@ -2,9 +2,9 @@
 
 ::
 
-    <directory>/CACHEDIR.TAG                                  says that this is a cache, and of which format
-    <directory>/.lock                                         held by whoever deletes
-    <directory>/.runs                                         held by whoever writes runs
+    <directory>/CACHEDIR.TAG                                  marks a cache, and states its format
+    <directory>/.lock                                         locked by a process that deletes
+    <directory>/.runs                                         locked by a process that writes runs
     <directory>/<32 hex>.note                                 see `Notes`
     <directory>/<namespace, 32 hex>/fingerprint.json          what the namespace stands for
     <directory>/<namespace, 32 hex>/<ulid>.safetensors        segments
@@ -13,9 +13,9 @@
     <directory>/<namespace, 32 hex>/<ulid>.run                where rows are: the index of many segments
     <directory>/<namespace, 32 hex>/<ulid>.run.tmp            likewise, and <ulid>.run.corrupt
 
-Nothing else is counted or deleted. A process that uses a namespace holds a shared lock on its
-``fingerprint.json``, and a writer an exclusive one on its temporary file: the system takes them back when a
-process ends, so none is ever left to be removed by hand.
+Other files are neither counted nor deleted. A process that uses a namespace holds a shared lock on its
+``fingerprint.json``, and a writer an exclusive one on its temporary file: the system releases them when the
+process ends, so no stale lock remains.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ _LEFT_OVER = re.compile(
 class Contents:
     """The files of one namespace, which is 32 hexadecimal digits.
 
-    Besides segments there are their `runs`, the `heads` of those that a bucket has (there, in `packs`), the
-    `parts` of some of these, files that were found `corrupt`, `temporary` ones that are being written, and
-    `others`: ``fingerprint.json``.
+    Besides segments: their `runs`; the `heads` of segments in a bucket (in the bucket itself: `packs`), and
+    the fetched `parts` of some; `corrupt` files; `temporary` ones being written; and `others`, which is
+    ``fingerprint.json``.
     """
 
     namespace: str
@@ -112,7 +112,7 @@ class Contents:
 
 
 def contents_of(namespace: str, listing: list[FileInfo]) -> Contents:
-    """The files of a namespace among what is in its folder."""
+    """The files of a namespace, from a listing of its folder."""
     found = Contents(namespace, [], [], [], [], [], [], [], [])
     for info in listing:
         if info.is_folder:
@@ -188,7 +188,7 @@ class CacheDirectory:
         except FileNotFoundError:
             return
         except NotADirectoryError:
-            where = "is a file" if self.fs.exists(self.path) else "leads through what is a file"
+            where = "is a file" if self.fs.exists(self.path) else "leads through a file"
             raise OptionError(f"{self.path!r} {where}: a cache directory is a folder of its own") from None
         except OSError as error:
             if error.errno not in _NO_PATH:
@@ -346,7 +346,7 @@ class CacheDirectory:
         self.fs.rename(path, path + CORRUPT)
 
     def lock_path(self) -> str:
-        """The file that deleting processes lock; `StrangeFileError` if it is no regular file."""
+        """The file that deleting processes lock; `StrangeFileError` if it is not a regular file."""
         path = os.path.join(self.path, LOCK)
         if not self.fs.is_file(path):
             with contextlib.suppress(FileExistsError):

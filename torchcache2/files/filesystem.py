@@ -252,7 +252,7 @@ class FileSystem:
         return False
 
     def doubt(self, path: str) -> bool:
-        """Discard a damaged file, to fetch it again; False if there is no copy, or not for the first time."""
+        """Discard a damaged file, to fetch it again; False if there is no copy, or this happened before."""
         return False
 
     def open(self, path: str) -> Descriptor:
@@ -454,7 +454,7 @@ class FileSystem:
 
 
 def _opened(make: Callable[[], T]) -> T:
-    """What `make` opens. If the process may open no more files, those that the cache can spare are closed."""
+    """Open a file by `make`; at the process's limit of open files, first close those that we can spare."""
     try:
         return make()
     except OSError as error:
@@ -489,7 +489,7 @@ def ulid() -> str:
 
 
 def made_at(name: str) -> int:
-    """When the `ulid` was made that a name begins with, in milliseconds since 1970."""
+    """The time of the `ulid` at the start of a name, in milliseconds since 1970."""
     number = 0
     for letter in name[:10]:
         number = number << 5 | _ALPHABET.index(letter)
@@ -507,15 +507,15 @@ def write_whole(
     sync: bool = True,
     sync_name: bool = True,
 ) -> None:
-    """Write a file that is whole or not there, whenever the process is killed or the power goes off.
+    """Write a file that appears whole or not at all, even if the process is killed or the power fails.
 
-    The `content` is bytes, or what writes them: it is called with the open file and its temporary path, and
-    there is no file if it raises. The temporary path is the `stem`, a fresh `ulid` and the `suffix`, in the
-    folder of `path`. The temporary file is locked until it has its final name, so that whoever deletes what
-    dead writers have left sees that this writer lives.
+    `content` is bytes, or a function that writes them; it gets the open file and its temporary path, and if
+    it raises, no file appears. The temporary path is `stem`, a fresh `ulid` and `suffix`, in the folder of
+    `path`. The temporary file is locked until it has its final name, so that processes that delete dead
+    writers' files see that this writer lives.
 
-    If there is a file of that name, it is replaced; without `replaces` that is a `FileExistsError`. With
-    `sync_name` the name is on the disk, too, when this returns. Without `sync` a power cut may leave garbage.
+    Replaces an existing file; without `replaces`, raises `FileExistsError` instead. With `sync_name`, the
+    name is on disk, too, on return. Without `sync`, a power cut may leave garbage.
     """
     temporary, is_renamed = "", False
     try:

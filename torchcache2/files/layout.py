@@ -311,7 +311,7 @@ _MOST_EXTENT = 1 << 48
 def head_size(first: bytes, size: int) -> int:
     """Bytes of a head, from the `first` bytes of a segment of `size` bytes.
 
-    If the result exceeds `first`, read that many bytes, and call again. `DamagedError` if it is no segment.
+    If the result exceeds `first`, read that many bytes and call again. `DamagedError` if it is not a segment.
     """
     end = 8 + read_size(first[:8], size)
     return end if end > len(first) else stated(first[8:end], size)[0]
@@ -341,7 +341,7 @@ def write_head(fs: FileSystem, path: str, head: bytes) -> None:
 
 
 def pack(heads: Mapping[str, tuple[int, bytes]]) -> bytes:
-    """The heads of many segments as one safetensors file: by name, the bytes of the segment, and its head."""
+    """Pack segments' heads into one safetensors file; `heads` has, by name, the segment's size and head."""
     tensors: dict[str, Array] = {
         "names": np.frombuffer("".join(heads).encode(), np.uint8).reshape(len(heads), -1),
         "sizes": np.array([size for size, _ in heads.values()], np.int64),
@@ -352,7 +352,7 @@ def pack(heads: Mapping[str, tuple[int, bytes]]) -> bytes:
 
 
 def unpack(data: bytes) -> dict[str, tuple[int, bytes]]:
-    """Undo `pack`, without checking the heads; `DamagedError` if it is no pack."""
+    """Undo `pack`, without checking the heads; `DamagedError` if it is not a pack."""
     try:
         tensors = safetensors.numpy.load(data)
         names = [bytes(name).decode("ascii") for name in tensors["names"]]

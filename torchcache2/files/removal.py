@@ -297,7 +297,7 @@ class Allowance:
         return True
 
     def looked(self, room: int, size: int) -> None:
-        """Note that a scan has found `room` bytes, besides the `size` bytes about to be written."""
+        """Record that a scan has found `room` bytes, besides the `size` bytes about to be written."""
         self._left = min(self._most - size, room // _SHARE)
 
 

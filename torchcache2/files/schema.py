@@ -116,7 +116,7 @@ def text_from_json(data: Any) -> str:
             return from_hex(body).decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
         pass
-    raise DamagedError("a text that is not one")
+    raise DamagedError("not a text")
 
 
 def from_hex(data: Any) -> bytes:
@@ -143,7 +143,7 @@ def members_of(data: Any, needed: set[str], optional: set[str] | None = None) ->
 def list_of(data: Any) -> list[Any]:
     """A list."""
     if type(data) is not list:
-        raise DamagedError("something else where a list belongs")
+        raise DamagedError("not a list")
     return data
 
 

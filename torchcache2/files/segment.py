@@ -38,6 +38,8 @@ from torchcache2.files.layout import (
 _LEAST_SAVED = 0.1  # a codec that saves less is not worth its time
 _HOPELESS = 0.98  # if a sample does not shrink below this share, do not try the rest
 _SAMPLES = 32
+_SLICE = 1 << 16  # bytes of each leaf
+_LARGE = 2 * _SAMPLES * _SLICE
 _FEW = 4  # blocks; so few are all tried
 _CHECKED_AT_ONCE = 8 << 20  # bytes
 _DECODED_AT_ONCE = 1 << 18  # bytes
@@ -201,8 +203,10 @@ def _compressed(
 
 
 def _sample(pieces: Sequence[Sequence[Bytes2D]], per_block: int) -> list[list[Bytes]]:
-    """Some of the blocks, or all if there are few."""
+    """Some of the blocks, or all if there are few; of large rows, slices."""
     count = sum(len(columns[0]) for columns in pieces)
+    if per_block == 1 and sum(column.nbytes for columns in pieces for column in columns) > _LARGE:
+        return _slices(pieces, count)
     if count <= per_block * _FEW:
         return list(_blocks(pieces, per_block))
     step = max(1, count // _SAMPLES)
@@ -210,6 +214,19 @@ def _sample(pieces: Sequence[Sequence[Bytes2D]], per_block: int) -> list[list[By
     for columns in pieces[:: max(1, len(pieces) // _SAMPLES)]:
         for start in range(0, len(columns[0]), step):
             found.append([column[start : start + per_block].reshape(-1) for column in columns])
+    return found
+
+
+def _slices(pieces: Sequence[Sequence[Bytes2D]], count: int) -> list[list[Bytes]]:
+    """Slices of some of the rows, evenly spread."""
+    rows = [[column[row] for column in columns] for columns in pieces for row in range(len(columns[0]))]
+    each = max(1, _SAMPLES // count)
+    found = []
+    for columns in rows[:: max(1, count // _SAMPLES)]:
+        for i in range(each):
+            starts = [len(column) * i // each // 8 * 8 for column in columns]  # whole elements
+            pairs = zip(columns, starts, strict=True)
+            found.append([column[start : start + _SLICE] for column, start in pairs])
     return found
 
 
@@ -441,6 +458,10 @@ class Segment:
                 else:
                     inside = (ends[begin + first : begin + last] - start).tolist()
                     data += [run[a:b] for a, b in pairwise([0, *inside])]
+            if per_block == 1 and bounds[end] - bounds[begin] == 1:  # decode a large row where it has to be
+                place = targets[bounds[begin]]
+                self._codec.decode_all(data, [column[place : place + 1] for column in columns], self._lanes)
+                continue
             count = last_rows if blocks[begin] == self.layout.blocks - 1 else per_block
             outs = [np.empty((end - begin, count * column.shape[1]), np.uint8) for column in columns]
             self._codec.decode_all(data, outs, self._lanes)
@@ -476,7 +497,7 @@ class Segment:
         ].astype(np.int64)
 
     def _read_ranges(self, blocks: Array) -> tuple[Array, Array]:
-        """The same from the file. Nothing says that the bytes are good: the checksums of the rows will."""
+        """Like `_ranges`, from the file. Not checked here: the rows' checksums reveal wrong ranges."""
         file, index = self._descriptors.get(self.path), self._start - self.layout.index_bytes
         first = index + 24 * len(self)  # keys and checksums are before the offsets
         pairs = [self.fs.read_bytes(file, first + 8 * block, 16) for block in blocks.tolist()]
@@ -495,7 +516,7 @@ class Segment:
 
 
 def _runs(starts: Array, ends: Array) -> Iterator[tuple[int, int, int, int]]:
-    """Ranges that lie together, each beginning where the one before ends: from which to which, and where."""
+    """Join adjacent ranges; yields the first range, the one after the last, and start and end in bytes."""
     first, begin, end = 0, -1, -1
     for place, (start, upto) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
         if start != end:

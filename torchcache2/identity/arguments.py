@@ -54,7 +54,7 @@ class UncachedArgumentError(Exception):
     """An argument for which the call bypasses the cache; the text says which one, and why."""
 
 
-# Sequences with one entry per item, and mappings that are no dicts, such as the output of a tokenizer.
+# Sequences with one entry per item, and mappings other than dicts, such as the output of a tokenizer.
 
 
 class _Column(NamedTuple):
@@ -107,7 +107,7 @@ _COLUMNS = (
 
 
 def _column(value: Any) -> _Column | None:
-    """How to read a column of a table; None if it is none, or has categories."""
+    """How to read a column of a table; None for other values, and for categories."""
     for column in _COLUMNS:
         kind = getattr(sys.modules.get(column.module), column.name, None)
         # Only the library's own classes: a user's subclass may have state besides its entries.
@@ -456,7 +456,7 @@ class BoundCall:
 
     @property
     def can_change(self) -> bool:
-        """Whether an argument that is no tensor may be changed in place."""
+        """Whether an argument other than a tensor may be changed in place."""
         return any(type(value) not in _UNCHANGING for value in (*self.args, *self.kwargs.values()))
 
     def take(self, positions: Tensor, *, aligned: bool = False) -> tuple[tuple[Any, ...], dict[str, Any]]:

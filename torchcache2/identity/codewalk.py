@@ -209,7 +209,7 @@ class CodeWalk(Encoder):
                 if (id(module), name) not in self._done:
                     self._done.add((id(module), name))
                     self._name_of_module(module, name)
-        for kind in list(self._foreign.values()):  # which grows
+        for kind in list(self._foreign.values()):  # grows meanwhile
             for name in sorted(self._taken_names & vars(kind).keys() - _CLASS_NOISE):
                 if (id(kind), name) not in self._done:
                     self._done.add((id(kind), name))
@@ -448,7 +448,7 @@ class CodeWalk(Encoder):
     def _source(self, function: types.FunctionType, path: str, method: tuple[Any, ...]) -> tuple[str, Uses]:
         """The source of a project function, and its uses of names; `method` is its name and class."""
         source = sourcecode.function_source(function, self._texts)
-        if source is None and sourcecode.is_of_other_main(function):  # such as that of a notebook
+        if source is None and sourcecode.is_of_other_main(function):  # such as a notebook's
             self.uses.is_dynamic = True
             source = sourcecode.compiled(function.__code__)
         elif source is None:
@@ -501,7 +501,7 @@ class CodeWalk(Encoder):
         self._taken_names |= self._texts.once(taken_by, function.__code__)
         for name in names.imports:
             package = function.__globals__.get("__package__")
-            # Else it is where ``from … import …`` takes something.
+            # Otherwise the module is just the source of a ``from … import …``.
             is_held = not any(other.startswith(f"{name}.") for other in names.imports)
             self.parts[f"import {name} {owner}"] = self._imported(name, package, is_held, uses.catches)
         for chain in names.chains:
@@ -598,7 +598,7 @@ class CodeWalk(Encoder):
     # Modules and packages.
 
     def _in_package(self, module: types.ModuleType, value: Any, path: str) -> bytes:
-        """Bytes of what code takes from an installed module: its name, or other code that was put there."""
+        """Bytes of what code takes from an installed module: its name, and users' code or data in it."""
         known = self.python_module(module, path)
         is_function = isinstance(value, types.FunctionType)
         if libraries.is_operator(value) or (is_function and self.origins.of(value) == "project"):
@@ -607,7 +607,7 @@ class CodeWalk(Encoder):
         return known + (self.encode(value, path) if is_code or self._is_users(module, value) else b"")
 
     def _is_users(self, owner: types.ModuleType | type, value: Any) -> bool:
-        """Whether a value in a module or class of others is the user's code, or data that anybody may set."""
+        """Whether a value in another package's module or class is user code, or data that users may set."""
         value = _function_in(value)
         if is_plain(value) or self.origins.is_project(value):
             return True
@@ -647,7 +647,7 @@ class CodeWalk(Encoder):
                 if not sourcecode.is_known_root(place) and (spec := spec_of(place)) and spec.has_location:
                     self.not_imported.add(place)
                     data += text_bytes(sourcecode.file_digest(spec.origin or ""))
-                    if catches:  # it may have failed, for a reason that no file tells
+                    if catches:  # it may have failed for a reason that no file shows
                         data += self.unreadable(_MISSING, f"{place} (not imported)")
         return data
 
@@ -688,7 +688,7 @@ class CodeWalk(Encoder):
         return [value for _, value in self.reads if isinstance(value, types.FunctionType)]
 
     def followed(self) -> list[types.FunctionType]:
-        """Those, and the functions of installed packages of which only names were read."""
+        """`functions`, and the functions of installed packages, read for their names alone."""
         return self.functions() + self._code_of_others.functions()
 
 

@@ -1,8 +1,8 @@
-"""`Guard` notices what has changed of code, modules and containers since a walk; `Undo` puts them back.
+"""`Guard` notices changes of code, modules and containers since a walk; `Undo` reverts them.
 
-Attributes, submodules, hooks, globals and closures are compared by identity, in flat lists that functions of
-C go through. So are the elements of containers, plain values among them by type and value; an element that is
-a container is compared by itself. Small containers are compared at every call, larger ones around a forward.
+Attributes, submodules, hooks, globals and closures are compared by identity, in flat lists that C functions
+iterate over. So are the elements of containers, except plain values (by type and value) and nested containers
+(by their own elements). Small containers are compared at every call, larger ones around a forward.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from torchcache2.identity.marks import is_method
 MUTABLE = (list, dict, set, deque, bytearray, array, np.ndarray)
 
 _DICTS = (PARAMETERS, BUFFERS, MODULES, PRE_HOOKS, HOOKS)  # of every module
-# In bytes, what is compared of one container, and of all, at every call; and of all around a forward.
+# Most bytes to compare: of one container and of all at every call, and of all around a forward.
 _SMALL, _ALL_SMALL, _LARGE = 13_600, 400_000, 1_050_000
-_ELEMENT, _EMPTY = 200, 800  # an element, or another container, takes as much time as so many bytes
+_ELEMENT, _EMPTY = 200, 800  # comparing an element, or a container, takes as long as so many bytes
 _MOST_LARGE = 400
 _ENDS = 32  # elements of a container that is too large to be compared whole
 _MOST_COPIED = 1_000_000  # elements

@@ -148,7 +148,7 @@ def _scope_of(owner: type | dict[str, Any]) -> Mapping[str, Any]:
 def _globals_of(function: types.FunctionType, names: set[str]) -> Iterator[tuple[dict[str, Any], str]]:
     """Where the globals with these names are; follows modules among them."""
     scopes = [function.__globals__]
-    for scope in scopes:  # which grows
+    for scope in scopes:  # grows meanwhile
         for name in names & scope.keys():
             if not isinstance(scope[name], types.ModuleType):
                 yield scope, name

@@ -52,14 +52,14 @@ class _Met(set[int]):
 
 
 def modules_of(root: Any) -> Iterator[nn.Module]:
-    """A module and all in it, each once; nothing if it is none. A module that is a dataclass has no hash."""
+    """A module and its submodules, each once; none for other values. Modules need not be hashable."""
     if isinstance(root, nn.Module):
         met: Any = _Met()
         yield from (module for _, module in nn.Module.named_modules(root, met))
 
 
 def weights_of(root: Any) -> Iterator[Tensor]:
-    """The parameters and buffers of a module; nothing if it is none."""
+    """The parameters and buffers of a module; none for other values."""
     for module in modules_of(root):
         yield from chain(module.parameters(recurse=False), module.buffers(recurse=False))
 
@@ -110,7 +110,7 @@ class Shards:
             yield from [tensor for tensor in every if tensor is not None]
 
     def buffers(self) -> dict[str, Tensor]:
-        """The unsharded buffers, by name. Parameters are no state, as they come and go when gathered."""
+        """The unsharded buffers, by name. Parameters are not state: gathering makes and frees them."""
         buffers: dict[str, Tensor] = {}
         for number, part in enumerate(self.parts()):
             for name, buffer in buffers_of(part).items():

@@ -203,7 +203,7 @@ def is_of_other_main(function: types.FunctionType) -> bool:
 
 
 def compiled(code: types.CodeType) -> str:
-    """Compiled code as text, in place of its source: equal wherever it stands, but not between Pythons."""
+    """Compiled code as text, in place of its source: independent of its position, not of Python's version."""
     return f"{importlib.util.MAGIC_NUMBER.hex()} {_marshalled(_without_place(code)).hex()}"
 
 
@@ -291,7 +291,7 @@ def _compiled(file: str, text: str, flags: int) -> frozenset[bytes]:
     """The marshalled code objects that a text compiles to; none if it does not compile."""
     flags |= ast.PyCF_ALLOW_TOP_LEVEL_AWAIT  # as in the cells of a notebook
     try:
-        with warnings.catch_warnings():  # the first compilation has shown them
+        with warnings.catch_warnings():  # the first compilation has shown the warnings
             warnings.simplefilter("ignore")
             code = compile(text, file, "exec", flags=flags, dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -360,7 +360,7 @@ def _head(tensor: Tensor, count: int) -> Tensor:
 
 
 def _first_bytes(tensor: Tensor, count: int) -> Bytes1D:
-    """The same on the host."""
+    """Like `_head`, but on the host."""
     return _head(tensor, count).cpu().numpy()
 
 

@@ -132,10 +132,10 @@ class Walk(CodeWalk):
     """Everything that a module or function computes with, as named parts.
 
     A nested walk gets the outer walk's `labels`, by id. `shards` decides about sharded modules. With
-    `reads_all`, even attributes that no code reads count. `methods` are the called methods of an object: if
-    they are not just forward, or the object is no module, all of its methods count. The `settings` name the
-    folder with remembered digests of files. A path in `places` counts as its number. `memos` are those of the
-    last walk, by id; None: memos count like other dicts.
+    `reads_all`, even attributes that no code reads count. `methods` are the called methods of an object:
+    unless they are just a module's forward, all of its methods count. The `settings` name the folder with
+    remembered digests of files. A path in `places` counts as its number. `memos` are those of the last walk,
+    by id; None: memos count like other dicts.
     """
 
     most_objects = most_before_bulk = 100_000
@@ -513,7 +513,7 @@ class Walk(CodeWalk):
     def _read_fields(self) -> bool:
         """Write what code reads from modules' attributes; returns whether there was more than before."""
         is_more = False
-        for field in self._attributes:  # which may grow
+        for field in self._attributes:  # may grow meanwhile
             key, uses = f".{unmangled(field.name)}", self.uses.of(field.kind)
             if uses.only_writes(key, field.value):
                 continue

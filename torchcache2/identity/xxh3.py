@@ -177,17 +177,15 @@ def start(rows: Tensor, secrets: Tensor, tiles: tuple[int, int]) -> Tensor:
     Tensor of uint8, shape (n, 16)
         The digests, when the kernels are done.
     """
-    from torchcache2.identity import kernels  # imports Triton, which not everybody has
+    from torchcache2.identity import kernels  # imports Triton, which is optional
 
-    if (
-        kernels.INTERPRETED and rows.device.type != "cpu"
-    ):  # it would take addresses there for those of the host
+    if kernels.INTERPRETED and rows.device.type != "cpu":  # it would read device addresses on the host
         raise RuntimeError("TRITON_INTERPRET is set, and Triton's interpreter cannot read that memory")
     count, size = rows.shape
     words, blocks = as_words(rows), (size - 1) // _BLOCK  # the last block of a row is not among them
     sums = torch.empty((count * blocks, 8), dtype=torch.int64, device=rows.device)
     out = torch.empty((count, 16), dtype=torch.uint8, device=rows.device)
-    # The kernels use integers only, but Triton warns if nobody chooses how it fuses operations on floats.
+    # The kernels use integers only, but without this option, Triton warns about fusing float operations.
     options: dict[str, Any] = {"enable_fp_fusion": False, "parts": 8 // words.element_size()}
     if blocks:
         kernels.block_sums[(-(-count * blocks // tiles[0]),)](
@@ -200,5 +198,5 @@ def start(rows: Tensor, secrets: Tensor, tiles: tuple[int, int]) -> Tensor:
     return out
 
 
-# What a device can do is a fact about the machine, which is found out once in a process.
+# Devices' abilities belong to the machine: check them once per process.
 DIGESTS = DeviceDigests()

@@ -111,7 +111,7 @@ class Tier(abc.ABC):
 
     @property
     def cause(self) -> Exception | None:
-        """The fault because of which the tier does not use its bucket now; None if there is none."""
+        """The fault that keeps the tier from using its bucket now; None if there is none."""
         return None
 
     @abc.abstractmethod
@@ -187,7 +187,7 @@ class Tier(abc.ABC):
         """What is here now."""
 
     def count(self, namespace: bytes) -> int:
-        """How many rows of a namespace in use are here; a tier with one namespace may count all its rows."""
+        """The tier's rows of a namespace in use; a tier with one namespace may count all its rows."""
         return self.stats().rows
 
     def reasons(self, namespace: bytes) -> list[Exception]:

@@ -57,7 +57,7 @@ class KeyTable:
         least = np.minimum.reduce(window, axis=0)
         ordinals: Ordinals = least.view(np.int64)
         same = self.keys.take(ordinals, axis=0, mode="clip") == words
-        # If no slot has the key's tag, this is no ordinal: `take` clips it and reads another key, and the
+        # If no slot has the key's tag, this is not an ordinal: `take` clips it and reads another key, and the
         # comparison fails.
         if not same.all() or least.max() >= len(self.keys):
             rest = (~same.all(axis=1) | (least >= len(self.keys))).nonzero()[0]

@@ -48,8 +48,8 @@ class OwnRows:
     """A private copy of rows on the host; rows of an accelerator may arrive later.
 
     The `rows` may be on any device, and the caller may overwrite them afterwards. `slabs` provides the
-    memory. With `is_added`, a few rows on the host are not copied here: `Pending.add` copies them, before the
-    caller continues.
+    memory. With `is_added`, a few small rows on the host are left to `Pending.add`, which copies them before
+    the caller continues.
     """
 
     def __init__(self, rows: Rows, slabs: Slabs, *, is_added: bool = False) -> None:
@@ -65,7 +65,8 @@ class OwnRows:
             return
         self._arriving = None
         is_here = all(column.device == _CPU for column in plain.columns)
-        self.is_copied = not (is_added and is_here and len(rows) <= _FEW)
+        are_few = len(rows) <= _FEW and self.nbytes <= _MOST_JOINED
+        self.is_copied = not (is_added and is_here and are_few)
         if not self.is_copied:
             self._rows = plain
             return

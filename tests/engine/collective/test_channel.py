@@ -203,7 +203,7 @@ if RANK == 1:
         pass
 elif RANK == 2:
     time.sleep(2)
-blamed(channel, lambda: channel.gather("a", b""), 1, "rank 1 cannot go on: KeyboardInterrupt()")
+blamed(channel, lambda: channel.gather("a", b""), 1, "rank 1 cannot continue: KeyboardInterrupt()")
 
 channel = Channel(distributed.group.WORLD)
 channel.gather("a", b"")

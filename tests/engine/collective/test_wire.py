@@ -228,7 +228,7 @@ def test_rows_of_another_size_are_refused():
     rows = rows_of(torch.randn(3, 5), 3)
     data, _ = packed([[all_of(rows)]], CPU)
     for wrong in (data[:-16], torch.cat([data, data])):
-        with pytest.raises(ValueError, match="another size than was told"):
+        with pytest.raises(ValueError, match="expected another size"):
             unpacked(wrong, [(told_of(rows), 3)])
 
 

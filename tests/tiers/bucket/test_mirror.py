@@ -444,7 +444,7 @@ def test_a_bucket_that_is_left_out_is_not_waited_for_and_told_once(tmp_path, log
             assert time.monotonic() - begun < 2.0
         told = [record.getMessage() for record in warnings_of(log)]
         assert (len(told) == 2 and "2 files" in told[1]) or "3 files" in told[1]
-        assert "uploaded when somebody uses it again" in told[1]
+        assert "uploaded when it is used again" in told[1]
 
 
 def test_files_that_are_gone_are_not_tried_again(slow, path):

@@ -101,7 +101,7 @@ def test_the_first_limits_stand(place, log):
     assert [record for record in log if record.levelno == logging.INFO] == []
     assert own_servers("60MB", "lru").servers == first.servers
     (line,) = (record.getMessage() for record in log if record.levelno == logging.INFO)
-    assert "'50MB' (50.0 MB)" in line and "'60MB', policy='lru' do not count" in line
+    assert "'50MB' (50.0 MB)" in line and "'60MB', policy='lru' are ignored" in line
 
 
 def test_a_share_is_of_what_is_free(place, log, monkeypatch):

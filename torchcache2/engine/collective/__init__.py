@@ -1,1 +1,1 @@
-"""Ranks in step: what the ranks of a process group have is sent, and what nobody has is computed once."""
+"""Ranks in step: ranks of a process group send each other their rows, and compute missing items once."""

@@ -57,7 +57,7 @@ _AT_ONCE = timedelta(milliseconds=1)
 _UNUSED = 1 << 20  # a tag that no message ever has
 _PATIENCE = 1.5  # seconds until ranks without `failed` count as missing; waiting ranks notice in 0.3 s
 _STORE = 2.0  # seconds to wait for an answer of the store
-_ENDED = "ended, so the others cannot go on: see what it printed last"
+_ENDED = "ended, so the others cannot continue: see its last output"
 _LATE = (
     "not come to this call within {:g} s, which is the timeout of the process group: with "
     "distributed='collective', all ranks have to make the same calls; see cache.join() and cache.alone()"
@@ -197,7 +197,7 @@ class Channel:
         """Tell the other ranks if this rank cannot continue."""
         self.seconds += time.perf_counter() - self._since
         if error is not None:
-            self.close(f"rank {self.rank} cannot go on: {error!r}")
+            self.close(f"rank {self.rank} cannot continue: {error!r}")
 
     def _connect(self) -> None:
         try:
@@ -232,7 +232,7 @@ class Channel:
         return self._gloo.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], rank, _UNUSED)
 
     def _closed(self, ranks: Iterator[int] | Sequence[int]) -> list[int]:
-        """Those of `ranks` to which the connection is closed."""
+        """The ranks among `ranks` with a closed connection."""
         closed = []
         for rank in ranks if self._gloo is not None else ():
             try:
@@ -262,7 +262,7 @@ class Channel:
             closed = self._closed(self._others)
             gone = [rank for rank in closed if self._ranks[rank] == 0] or closed
             text = (
-                f"the exchange between the ranks has failed: {error}; nor does the store of the group answer"
+                f"the exchange between the ranks has failed: {error}; and the group's store does not answer"
             )
             self._why = self._blamed(gone, _ENDED) if gone else (text, None)
         self._end()

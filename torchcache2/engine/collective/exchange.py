@@ -388,7 +388,7 @@ class Exchange:
         if self.channel.rank == first:
             now, before = (from_document("", json.loads(said[rank])) for rank in (other, first))
             lines = differences(now or Fingerprint(b"", {}), before or Fingerprint(b"", {}))
-            shown = listed(lines) if lines else "it is not known in what"
+            shown = listed(lines) if lines else "unknown differences"
             logger.warning(
                 "%s: rank %d and rank %d share no rows, as they call modules that differ: %s. Keep values "
                 "that differ between ranks, such as the device, out of the module",
@@ -474,7 +474,7 @@ class Exchange:
         """Raise if a rank has failed: in that rank its own exception, in the others `RankError`."""
         for rank, (flags, text) in enumerate(said):
             if flags & Flag.FAILED:
-                text = f"rank {rank} has failed, so that no rank goes on: {text}"
+                text = f"rank {rank} has failed, so all ranks stop: {text}"
                 raise self._known(RankError(text, rank) if own is None else own)
 
     def _known(self, error: Exception) -> Exception:
@@ -502,7 +502,7 @@ def _read(of: Callable[[bytes], Any], said: Sequence[bytes]) -> list[Any]:
         try:
             read.append(of(data))
         except (ValueError, TypeError) as error:
-            text = f"what rank {rank} says cannot be read: {error}. All ranks need the same torchcache2"
+            text = f"the message of rank {rank} cannot be read: {error}. All ranks need the same torchcache2"
             raise RankError(text, rank) from None
     return read
 
@@ -524,7 +524,7 @@ def _others(count: int, parts: Parts) -> Positions:
 
 
 class Collective:
-    """The part of one cache with ``distributed="collective"`` in the steps of all ranks."""
+    """One cache with ``distributed="collective"``, as it takes part in the steps of all ranks."""
 
     def __init__(self, settings: CacheSettings, tiers: TierStack, counters: Counters, name: str) -> None:
         self.holdings = Holdings(tiers)

@@ -198,7 +198,7 @@ def _told(text: str) -> Told:
         data = json.loads(text)
         sizes = [leaf.row_bytes for leaf in schema_from_json(data, structured=False).leaves]
     except (ValueError, TypeError, RecursionError, DamagedError, UnknownClassError):
-        raise ValueError("a schema was told that cannot be read") from None
+        raise ValueError("a schema that cannot be read") from None
     try:
         return Told(schema_from_json(data), sizes)
     except (DamagedError, UnknownClassError):
@@ -250,7 +250,7 @@ def unpacked(data: Tensor, parts: Sequence[tuple[Told, int]]) -> list[Rows | Non
     None for a part of unknown classes. Raises `ValueError` if `data` has another size.
     """
     if len(data) != sum(told.bytes_of(count) for told, count in parts):
-        raise ValueError(f"rows of {len(data)} bytes, which is another size than was told")
+        raise ValueError(f"rows of {len(data)} bytes, expected another size")
     found: list[Rows | None] = []
     start = 0
     for (schema, sizes), count in parts:

@@ -140,11 +140,11 @@ class NumpyScalar(Node, module="datasets.arrays"):
         if context in ("U", "S"):
             kind, scalar = (str, np.str_) if context == "U" else (bytes, np.bytes_)
             if type(value) is not kind:
-                raise DamagedError("another leaf than a text of numpy has")
+                raise DamagedError("not the leaf of a NumPy text")
             return scalar(value)
         array = _typed(context, value)
         if array.ndim:
-            raise DamagedError("a scalar that is none")
+            raise DamagedError("not a scalar")
         return array[()]
 
 
@@ -169,7 +169,7 @@ class Numbers(Node, module="datasets.arrays"):
         """A list or tuple."""
         data = children[0].numpy()
         if data.ndim != 1 or data.dtype.str not in cls.dtypes.values() or context not in ("list", "tuple"):
-            raise DamagedError("numbers that are none")
+            raise DamagedError("not numbers")
         return data.tolist() if context == "list" else tuple(data.tolist())
 
 
@@ -224,9 +224,9 @@ class Image(Node, module="datasets.images"):
         data = children[0].numpy()
         shape = data.shape
         if data.dtype != dtype or data.ndim != 2 + (channels > 1) or (channels > 1 and shape[2] != channels):
-            raise DamagedError("pixels that are none")
+            raise DamagedError("not pixels")
         if (0 in shape and max(shape) > _MOST_EMPTY) or len(children) != 2 + (palette is not None):
-            raise DamagedError("an image that is none")
+            raise DamagedError("not an image")
         image = pil.frombytes(mode, (shape[1], shape[0]), data.tobytes(), "raw", raw)
         if palette is not None and len(children[2]):
             image.putpalette(children[2].numpy().tobytes(), palette)
@@ -367,7 +367,7 @@ def _typed(name: Any, stored: Tensor, dims: int = 0) -> Array:
             raise DamagedError("an array of another dtype")
         return data.view(name)
     if type(name) is not str or not _DTYPE.fullmatch(name):
-        raise DamagedError("a dtype that is none")
+        raise DamagedError("not a dtype")
     dtype = np.dtype(name)
     if dtype.str in _NAMES:  # another integer type with the same name
         return _typed(dtype.str, stored).view(dtype)

@@ -151,11 +151,11 @@ def unpack(data: bytes) -> Any:
             raise DamagedError("a packed value without a version")
         value = reader.value(0)
         if reader.position != len(data):
-            raise DamagedError("bytes behind a packed value")
+            raise DamagedError("extra bytes after a packed value")
     except (UnreadableError, MemoryError):
         raise
     except Exception as error:  # sizes were checked, so a type refused its value
-        raise DamagedError(f"a packed value that is none: {error!r}") from None
+        raise DamagedError(f"not a packed value: {error!r}") from None
     return value
 
 
@@ -228,7 +228,7 @@ class _Reader:
         dtype = _DTYPES[name]
         data = self.take(math.prod(shape) * dtype.itemsize)
         if dtype is torch.bool and bytes(data).translate(None, b"\0\1"):
-            raise DamagedError("a boolean that is none")
+            raise DamagedError("not a boolean")
         return tensor_of(data).view(dtype).view(shape)
 
     def node(self, depth: int) -> Any:
@@ -242,7 +242,7 @@ class _Reader:
     def large(self) -> int:
         value = int.from_bytes(self.sized(), "little", signed=True)
         if -(2**63) <= value < 2**63:
-            raise DamagedError("a large number that is small")
+            raise DamagedError("a small number written as a large one")
         return value
 
 

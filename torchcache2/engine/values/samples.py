@@ -349,7 +349,7 @@ def rebuilder(schema: Schema, device: torch.device = _HOST) -> Callable[[Sequenc
 def _damaged(error: Exception) -> Exception:
     """The error to raise: a damaged schema may make any code fail."""
     is_known = isinstance(error, (UnreadableError, MemoryError))
-    return error if is_known else DamagedError(f"rows that are no samples: {error!r}")
+    return error if is_known else DamagedError(f"rows that are not samples: {error!r}")
 
 
 def _functions(schema: Schema, device: torch.device) -> tuple[list[tuple[_Read, Leaf | None]], _Build]:

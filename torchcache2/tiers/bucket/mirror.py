@@ -373,12 +373,12 @@ class Mirror:
                 flush.is_done.set()
 
     def _tell_given_up(self, count: int) -> None:
-        later = "are lost with it" if self._temporary else "are uploaded when somebody uses it again"
+        later = "are lost with it" if self._temporary else "are uploaded when it is used again"
         self._objects.tell(
             "given up",
             "%d files of %s are not uploaded to %s (%s): they stay in the folder, and %s",
             *(count, self._directory.path, self._objects.bucket.url),
-            *(self._uploads.ended or self._objects.cause or "nobody does it now", later),
+            *(self._uploads.ended or self._objects.cause or "no process does it now", later),
         )
 
     def _flush_at_end(self) -> None:

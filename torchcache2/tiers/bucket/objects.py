@@ -175,7 +175,7 @@ class Objects(Breaker):
     def upload(self, path: str, name: str) -> bool:
         """Write a local file to an object, replacing it; returns whether that worked.
 
-        An unreadable file is no fault of the bucket.
+        An unreadable local file is not a fault of the bucket.
         """
 
         def upload(connection: Connection) -> bool:

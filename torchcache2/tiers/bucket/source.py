@@ -89,7 +89,7 @@ class BucketSource:
             )
 
     def look(self, namespace: bytes, has_all: Callable[[], bool]) -> bool:
-        """List a namespace's segments in the bucket, if it is time.
+        """List a namespace's segments in the bucket, if due.
 
         Returns whether the folder may have changed. Asks the bucket if rows are missing (`has_all()` is
         False), and once in each process that uploads, except workers: heads of an earlier run may be from

@@ -359,7 +359,7 @@ class Downloads:
         self._not_before = 0.0
 
     def note(self, contents: list[Contents]) -> None:
-        """Note what is here, so that deleted segments are not downloaded again.
+        """Record local segments, so that deleted segments are not downloaded again.
 
         A deleted segment made room for one about to be written: pause, to leave that room free.
         """

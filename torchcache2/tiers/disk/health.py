@@ -73,7 +73,10 @@ class Health(Breaker):
             ]  # without the frames of the error itself
             # As text: a log record with the error itself would keep files open and locked.
             self.tell(
-                "fault", "the cache directory fails at %s, and goes on in memory: %s", path, repr(error)
+                "fault",
+                "the cache directory fails at %s, and the cache continues in memory: %s",
+                path,
+                repr(error),
             )
 
     def damaged(self, path: str, error: Exception, rows: int) -> None:

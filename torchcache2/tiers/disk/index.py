@@ -190,7 +190,7 @@ class NamespaceIndex:
         """How many segments are in no run, and how many rows are in memory."""
         return len(self._numbers) - len(self._in_runs), len(self.table)
 
-    # Holding the namespace, so that nobody deletes it.
+    # Holding the namespace, so that no process deletes it.
 
     def hold(self, *, is_used: bool = True) -> None:
         """Mark the namespace as in use, so that no process deletes it.
@@ -413,7 +413,7 @@ class NamespaceIndex:
                 self._on_fault(error, path)
             return None
         self.unopened.pop(name, None)
-        if segment.layout.namespace != self.namespace:  # somebody has renamed the folder
+        if segment.layout.namespace != self.namespace:  # the folder was renamed
             self.names.add(name)
             return None
         return segment

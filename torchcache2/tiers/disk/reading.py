@@ -260,7 +260,7 @@ def _read(
         targets = np.searchsorted(wanted, job.positions)
         try:
             if not segments[job.number].read(job.rows, columns, targets, waited, job.checksums):
-                raise DamagedError("a row is not what was written")
+                raise DamagedError("a row differs from its checksum")
         except (OSError, DamagedError, MemoryError) as error:
             good[targets] = False
             failed[job.number] = error.with_traceback(None)  # its frames would keep the file open

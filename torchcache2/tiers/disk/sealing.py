@@ -272,7 +272,7 @@ class Sealing:
                     located.look_again()
                     located.look()
         except FileNotFoundError:
-            pass  # somebody has deleted the folder
+            pass  # the folder was deleted
         except OSError as error:
             self._health.fault(error, self._directory.folder(located.namespace))
 

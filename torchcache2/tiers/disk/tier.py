@@ -80,7 +80,7 @@ class DiskTier(Tier):
     Raises
     ------
     OptionError
-        If the path is a file, or a folder with somebody else's files.
+        If the path is a file, or a folder with other programs' files.
     """
 
     name = "disk"
@@ -143,7 +143,7 @@ class DiskTier(Tier):
 
     @property
     def cause(self) -> Exception | None:
-        """The fault because of which the tier does not use its bucket now; None if there is none."""
+        """The fault that keeps the tier from using its bucket now; None if there is none."""
         return None if self.bucket is None else self.bucket.objects.cause
 
     @property

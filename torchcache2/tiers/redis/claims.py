@@ -152,8 +152,8 @@ class RedisClaim(TierClaim):
             return positions[mine]
         granted_keys = keys.take(np.flatnonzero(granted))
         self._held = claims.note(granted_keys, since, seconds)
-        # Whoever publishes writes the row before the claim is deleted: if the row is not there now, nobody
-        # who had this claim before will still write it.
+        # A process writes the row before it deletes its claim: if the row is missing now, no earlier holder
+        # of this claim will still write it.
         is_row = self._published(granted_keys)
         claims.delete(self._held, granted_keys.take(np.flatnonzero(is_row)))
         mine[asked[granted][is_row]] = False

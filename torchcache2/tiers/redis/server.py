@@ -313,8 +313,8 @@ def _running(guard: str, file: Descriptor, limits: _Limits) -> Server | None:
         return None
     if limits.differs(its):
         logger.info(
-            "the Redis server of this job runs already, with capacity_per_node=%s (%s) and policy=%r: these "
-            "stand, and capacity_per_node=%s, policy=%r do not count",
+            "the Redis server of this job already runs with capacity_per_node=%s (%s) and policy=%r, so "
+            "capacity_per_node=%s, policy=%r are ignored",
             *(its.asked, size_text(its.capacity), its.policy, limits.asked, limits.policy),
         )
     return server

@@ -152,7 +152,7 @@ class Board(Budget):
         return int(found[0]) if len(found) else None
 
     def is_live(self, file: int, inode: int) -> bool:
-        """Whether nobody has dropped a file."""
+        """Whether no process has dropped a file."""
         files = self._files
         return bool(files.item(file, STATE) == LIVE and files.item(file, INODE) == inode)
 

@@ -1,4 +1,4 @@
-"""`Chunks`: where rows lie in a namespace's region, and what they look like.
+"""`Chunks`: where rows lie in a namespace's region, and their schemas.
 
 Rows of one schema lie in chunks, column by column. A column begins at a multiple of its row bytes, counted
 from the beginning of the region: so the region is one array of rows for each width, and one `gather` takes

@@ -10,7 +10,7 @@ the next one visible:
 3. A location names a chunk, whose description is written before any of its rows is given out.
 
 None of this ever changes or moves: the writer takes ordinals, chunks and rows once, under the lock, before it
-writes to them, so nobody reuses what a killed process has begun. Reads of 64-bit numbers are atomic. So a
+writes to them, so no process reuses what a killed one has begun. Reads of 64-bit numbers are atomic. So a
 reader sees a whole row, or none, which is a miss.
 
 Checksums verify this argument: beside each location lies a checksum of the row's bytes and its key, written
@@ -86,7 +86,7 @@ class SharedTable:
 
     @property
     def is_live(self) -> bool:
-        """Whether nobody has dropped it."""
+        """Whether no process has dropped it."""
         return self.board.is_live(self.file, self.region.inode)
 
     def get(

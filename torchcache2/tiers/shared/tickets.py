@@ -31,7 +31,7 @@ class Ticket:
 
     @property
     def word(self) -> int:
-        """The negative number that marks a claimed key, in the place of its row's location."""
+        """The negative number that marks a claimed key, instead of its row's location."""
         return -(self.serial << _SLOT_BITS | self.slot)
 
 

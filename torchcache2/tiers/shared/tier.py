@@ -253,7 +253,7 @@ class SharedTier(Tier):
         self._told("fault", "shared memory cannot be used, so its rows are computed again (%s)", repr(error))
 
     def _catch_up(self) -> None:
-        """Do what this and other processes have asked for meanwhile."""
+        """Carry out requests that this and other processes have made meanwhile."""
         if self._closed:
             self._asked.clear()
             self._tables.clear()
