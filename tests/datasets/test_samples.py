@@ -17,7 +17,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from torch.utils import _pytree as pytree
 
 from tests.helpers.storage import DTYPES, NAMESPACES, key_of
@@ -249,6 +249,8 @@ def test_any_sample_comes_back_as_it_was(batch):
 
 @settings(max_examples=150 if SOAK else 40)
 @given(SAMPLES)
+@example(np.array([True])[::-1])
+@example(np.arange(5)[None][::-1])
 def test_any_sample_can_be_packed(sample):
     same(sample, unpack(pack(sample)))
 

@@ -284,7 +284,7 @@ def _write_archive(directory: CacheDirectory, target: Descriptor, progress: Prog
 def _copy(
     fs: FileSystem, source: Descriptor, start: int, size: int, target: Descriptor, at: int, progress: Progress
 ) -> int:
-    """Copy a part of a file, a piece at a time; where the copy ends."""
+    """Copy a part of a file, piece by piece; returns where the copy ends."""
     buffer = memoryview(bytearray(min(size, _PIECE)))
     for done in range(0, size, _PIECE):
         piece = buffer[: min(_PIECE, size - done)]

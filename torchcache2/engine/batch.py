@@ -95,7 +95,7 @@ class Checks:
         return False
 
     def computed_whole(self) -> None:
-        """Note that one forward has computed the rows of the whole batch."""
+        """Record that one forward has computed the rows of the whole batch."""
 
     def note(self, *, has_run: bool) -> str:
         """The results of such calls' checks, for other ranks; `has_run`: the forward ran here."""
@@ -150,7 +150,7 @@ class Source(Protocol):
         ...
 
     def distrust(self) -> None:
-        """Note that a row was wrong: the module may have changed unnoticed."""
+        """Record that a row was wrong: the module may have changed unnoticed."""
         ...
 
 

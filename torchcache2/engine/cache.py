@@ -402,12 +402,12 @@ class Cache:
 
     @property
     def cache_dir(self) -> Path | None:
-        """The folder where rows are kept; None if they are kept in memory only."""
+        """The folder of the rows; None if they are in memory only."""
         directory = self.tiers.directory
         return None if directory is None else Path(directory.path)
 
     def alone(self) -> AbstractContextManager[None]:
-        """Within this context, this rank answers its calls without the others.
+        """In this context, this rank answers its calls without the others.
 
         With ``distributed="collective"``, use it for calls that not all ranks make, such as a validation on
         rank 0. This rank finds its own rows and computes the others, without waiting. The context holds for
@@ -425,7 +425,7 @@ class Cache:
         return apart()
 
     def join(self) -> AbstractContextManager[None]:
-        """Put it around a loop: a rank that has finished the loop keeps answering until all others have, too.
+        """Enclose a loop: a rank that has finished the loop keeps answering until all others have, too.
 
         With ``distributed="collective"``, use it for loops in which ranks call a module different numbers of
         times, such as the extraction of features. All ranks enter it. If the loop raises in one rank, the
@@ -448,7 +448,7 @@ class Cache:
         return {"class": None, "library": __version__, "torch": str(torch.__version__), "created": now()}
 
     def flush(self) -> None:
-        """Return when all computed rows are as durable as the tiers make them."""
+        """Return once all computed rows are as durable as the tiers make them."""
         self.tiers.flush()
 
     def clear(self) -> None:

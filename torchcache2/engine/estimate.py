@@ -1,4 +1,4 @@
-"""`Estimate`: what caching all items of some data takes, estimated from a few batches."""
+"""`Estimate`: the cost of caching all items of some data, estimated from a few batches."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Need(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What caching all items of some data takes; printing it explains it.
+    """The cost of caching all items of some data; printing it explains it.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""Why an item was not found: the differences of two calls, or of a namespace and the one before it."""
+"""Explains misses: the differences of two calls, or of a namespace and its predecessor."""
 
 from __future__ import annotations
 

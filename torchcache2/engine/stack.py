@@ -133,7 +133,7 @@ class TierStack:
 
     @property
     def directory(self) -> CacheDirectory | None:
-        """The folder where rows are kept; None if no tier has one."""
+        """The folder of the rows; None if no tier has one."""
         return next((tier.directory for tier in self.tiers if tier.directory is not None), None)
 
     def get(self, keys: Keys) -> Found:

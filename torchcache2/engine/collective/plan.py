@@ -178,7 +178,7 @@ def planned(words: Array, asked: Flags, held: Flags, whole: Flags, turn: int) ->
         for rank in [rank for rank in ranks if whole[rank]]:
             mine = open_keys[:, rank]
             left = mine & (source < 0)
-            # At last, what is left is open for ranks that also ask for a key that another one has got.
+            # At last, the remaining keys are open for ranks that also ask for a key assigned to another one.
             if (left & ~is_shared).any() if is_last else (mine & is_alone).any() or (left == mine).all():
                 source[left] = rank
     rest = np.flatnonzero(is_shared & (source < 0))
@@ -188,7 +188,7 @@ def planned(words: Array, asked: Flags, held: Flags, whole: Flags, turn: int) ->
 
 
 def _nth(flags: Flags, numbers: Array) -> Positions:
-    """For each row of flags one of those that are set: the number says which, modulo how many they are."""
+    """For each row of flags, the index of one set flag: number `numbers`, modulo their count."""
     if flags.shape[1] == 1:
         return np.zeros(len(flags), np.int64)
     nth = numbers.astype(np.int64) % flags.sum(axis=1)

@@ -1,4 +1,4 @@
-"""What ranks send each other, as bytes: requests, offers, and rows.
+"""Messages between ranks, as bytes: requests, offers, and rows.
 
 Each rank sends an `Ask` at the beginning of a step, and an `Offer` about the rows that it has. A message is a
 JSON array with the protocol's version, the message's fields, and the number of bytes that follow: keys or

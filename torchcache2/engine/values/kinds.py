@@ -326,7 +326,9 @@ def closed(kind: Any, context: Any, children: Sequence[Any]) -> Any:
 def dense(leaf: Any) -> Tensor:
     """A tensor or `Raw` as a contiguous tensor, for reading only."""
     if type(leaf) is Raw:
-        return torch.from_numpy(np.require(leaf.array, requirements=["C", "W"]))
+        array = np.require(leaf.array, requirements=["C", "W"])
+        # NumPy ignores the strides of dimensions of length 1; torch refuses negative ones.
+        return torch.from_numpy(array if min(array.strides, default=0) >= 0 else array.copy())
     return leaf.resolve_conj().resolve_neg().contiguous()  # type: ignore[no-any-return]
 
 

@@ -513,7 +513,7 @@ class Clients:
             self._look_again()
 
     def _may_use(self, node: Node) -> bool:
-        """Whether to use a server now; if it is time, a thread tries a failed one."""
+        """Whether to use a server now; if due, a thread tries a failed one."""
         if self._closed or not self.breaker.is_failing(node.part):
             return not self._closed
         who = os.getpid(), node.name

@@ -113,7 +113,7 @@ class Space:
         self.board.count_bytes(self.file, kept)
 
     def tell(self, text: bytes) -> None:
-        """Leave a text about the namespace if there is none yet. It does not count against the budget."""
+        """Store a text about the namespace, unless it has one. It does not count against the budget."""
         with self.lock():
             if len(text) <= _LEAST and self.told()[:1] == b"\0":
                 os.pwrite(self.region.descriptor, text, self._starts["about"])
