@@ -54,6 +54,7 @@ CALLS = {
     "the same twice": (lambda x, y: x * y, (X, X), {}),
     "one-dimensional": (lambda x: x * 2, (IDS,), {}),
     "no elements": (lambda x: x.sum(1), (X[:, :0],), {}),
+    "conjugated": (lambda x: x * 2, (torch.complex(X, -X).conj(),), {}),
 }
 
 OUTPUTS = {

@@ -3,12 +3,14 @@
 import concurrent.futures
 import os
 import threading
+import time
 
 import pytest
 import torch
 from torch import nn
 
 from torchcache2 import torchcache
+from torchcache2.engine.stack import TierStack
 
 SOAK = bool(os.environ.get("SOAK"))
 
@@ -94,3 +96,45 @@ def test_caches_made_and_dropped_while_others_evict_do_not_deadlock():
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         assert all(pool.map(work, range(8), timeout=600 if SOAK else 60))
+
+
+class Slow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("weight", torch.ones(6))
+
+    def forward(self, x):
+        time.sleep(0.5)
+        return x * self.weight
+
+
+EDITS = {
+    "in place": lambda weight: weight.mul_(2),
+    "data": lambda weight: weight.data.mul_(2),
+    "numpy": lambda weight: weight.numpy().fill(2),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_rows_computed_while_another_thread_edits_weights_are_not_kept(name):
+    module, x = torchcache(probe=False)(Slow()), torch.rand(4, 6)
+    editor = threading.Timer(0.1, EDITS[name], [module.weight])
+    editor.start()
+    module(x)
+    editor.join()
+    module.weight.numpy().fill(1)
+    assert torch.equal(module(x), x)
+
+
+def test_rows_of_an_input_that_another_thread_writes_to_during_the_lookup_are_not_kept(monkeypatch):
+    function, x = torchcache(lambda x: x * 2), torch.rand(4, 6)
+    before, found = x.clone(), TierStack.get
+
+    def slow(*args, **kwargs):
+        x.zero_()
+        return found(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TierStack, "get", slow)
+        function(x)
+    assert torch.equal(function(before), 2 * before)

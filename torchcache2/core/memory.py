@@ -288,7 +288,7 @@ def gather_into(picked: Tensor, data: Tensor, positions: Tensor) -> None:
     For long rows, torch's `index_select` copies each row with all threads. If other processes use the cores
     too, each such copy may wait for the scheduler. So copy long rows in pieces.
     """
-    if picked.numel() <= ALONE:
+    if picked.numel() <= ALONE or torch.get_num_threads() == 1:  # as in a worker of a `DataLoader`
         data.numpy().take(positions.numpy(), 0, picked.numpy(), "clip")  # faster than `np.take`
         return
     source = as_words(data)
@@ -323,10 +323,10 @@ def write(data: Tensor, first: int, values: Tensor) -> None:
 
 
 def as_bytes(column: Tensor) -> Tensor:
-    """A column as uint8 ``(n, bytes)``; shares memory if it is contiguous."""
+    """A column as uint8 ``(n, bytes)``; shares memory if it is contiguous, and no conjugate or negative."""
     count = column.shape[0]
     size = column.numel() // count * column.element_size() if count else 0
-    flat = column.contiguous().view(-1)
+    flat = column.resolve_conj().resolve_neg().contiguous().view(-1)
     if flat.stride(0) != 1:  # a single number from a strided slice
         flat = flat.as_strided(flat.shape, (1,))
     return flat.view(torch.uint8).view(count, size)
@@ -337,7 +337,7 @@ def item_bytes(tensor: Tensor) -> Tensor:
 
     Shares memory with the tensor if that is contiguous.
     """
-    return as_bytes(tensor.detach().resolve_conj().resolve_neg())
+    return as_bytes(tensor.detach())
 
 
 def as_words(data: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from xxhash import xxh3_128, xxh3_128_digest
 from torchcache2.core.errors import InputError, OptionError, UnhashableArgumentError, hint
 from torchcache2.core.logs import listed
 from torchcache2.core.memory import is_channels_last, select, sent
-from torchcache2.core.private import modes
+from torchcache2.core.private import has_version, modes, version
 from torchcache2.core.process import ProcessLock
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.values import has_attributes, leaves_of, mapped, opened_or_none
@@ -423,6 +423,17 @@ class BoundCall:
     shared: tuple[str, ...]  # parameters whose tensors belong to the whole batch
     shared_tensors: list[Tensor]  # tensors that belong to the whole batch, or are in entries
     objects: list[ObjectSeen]  # modules and other objects with state
+
+    def __post_init__(self) -> None:
+        self._versions = self._versions_now()
+
+    def _versions_now(self) -> list[int]:
+        tensors = [*self.shared_tensors, *[tensor for _, tensor in self.leaves]]
+        return [version(tensor) for tensor in tensors if has_version(tensor)]
+
+    def was_written(self) -> bool:
+        """Whether anything, such as another thread, has written to the caller's tensors since."""
+        return self._versions_now() != self._versions
 
     @property
     def device(self) -> torch.device | None:

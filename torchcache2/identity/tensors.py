@@ -167,8 +167,9 @@ class TensorWatch:
         return forms == before
 
     def moved(self) -> bool:
-        """Whether a tensor has got other storage, or was written to, since the last `refresh`."""
-        return not self.same_forms() or self._look() != self._state
+        """Whether a tensor has got other storage, or was seen to be written to, since the last `refresh`."""
+        is_same = self.same_forms() and self._look() == self._state
+        return not is_same or b"".join(self._heads) != self._head_bytes
 
     def moved_names(self) -> list[str]:
         """The paths of the tensors that have moved, as far as known."""
