@@ -57,7 +57,7 @@ test-gpu: $(VENV)/test
 
 bench: $(VENV)/bench
 	-$(VENV)/bin/pip install --quiet --no-deps $(PEERS)
-	$(RUN) -m tests.benchmarks --markdown docs/performance_tables.md --plots docs
+	$(RUN) -m tests.benchmarks --markdown docs/tables --plots docs
 	$(RUN) -m pytest tests/benchmarks/test_faults.py
 
 docs: $(VENV)/docs

@@ -57,26 +57,25 @@ PLOTS = {"sizes": "sizes.png", "datasets": "shares.svg"}
 
 def main():
     options = _options()
-    report = Report()
-    report.text(machine())
-    report.text(f"`{command()}`")
     for name in options.sections or SECTIONS:
-        section = SECTIONS[name]
+        section, report = SECTIONS[name], Report()
+        report.text(machine())
+        report.text(f"`{command(name)}`")
         if name in PLOTS:
             section = partial(section, plot=Path(options.plots, PLOTS[name]))
         if name in ("disk", "index", "large", "ahead", "datasets", "loaders"):
             section = partial(section, folder=options.dir)
         torch.manual_seed(0)
         section(report)
-    if options.markdown is not None:
-        report.write(options.markdown)
+        if options.markdown is not None:
+            report.write(Path(options.markdown, f"{name}.md"))
 
 
 def _options():
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
     names = ", ".join(SECTIONS)
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"any of {names}; default: all")
-    parser.add_argument("--markdown", metavar="PATH", help="also write the report to this file")
+    parser.add_argument("--markdown", metavar="PATH", help="also write a file for each section there")
     parser.add_argument(
         "--plots",
         metavar="PATH",

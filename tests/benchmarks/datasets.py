@@ -92,7 +92,6 @@ def _epochs(report, plot):
     if plot is not None:
         ends = times[UNCACHED][1], times[Stocaching.name][1]
         draw_shares(plot, title, {share: times[share] for share in SHARES}, *ends)
-        report.text(f"Plot: `{plot}`")
     return targets
 
 

@@ -2,7 +2,6 @@
 
 import os
 import platform
-import sys
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -24,7 +23,7 @@ class Report:
         """A paragraph."""
         progress("")
         self._parts.append(text)
-        print(f"\n{text}" if len(self._parts) > 1 else text, flush=True)
+        print(f"\n{text}", flush=True)
 
     def table(self, title, header, rows):
         """A title and a table below it."""
@@ -114,9 +113,11 @@ def hardware():
     return f"{_processor()}, {os.cpu_count()} cores"
 
 
-def command():
-    """The command line of this run."""
-    return " ".join(["python -m tests.benchmarks", *sys.argv[1:]])
+def command(section):
+    """The command line that runs a section as this one."""
+    rows = os.environ.get("INDEX_ROWS")
+    setting = f"INDEX_ROWS={rows} " if section == "index" and rows else ""
+    return f"{setting}python -m tests.benchmarks {section}"
 
 
 def _processor():

@@ -62,7 +62,6 @@ def run(report, plot):
         )
     title = f"Time to find an item, in batches of {BATCH} hits (float32 → (768,) float32)"
     draw(Path(plot), title, times, reference=LIMIT)
-    report.text(f"Plot: `{plot}`")
 
 
 def make_caches(folder):

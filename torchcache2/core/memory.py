@@ -288,7 +288,7 @@ def gather_into(picked: Tensor, data: Tensor, positions: Tensor) -> None:
     For long rows, torch's `index_select` copies each row with all threads. If other processes use the cores
     too, each such copy may wait for the scheduler. So copy long rows in pieces.
     """
-    if picked.numel() <= ALONE:
+    if picked.numel() <= ALONE or torch.get_num_threads() == 1:  # as in a worker of a `DataLoader`
         data.numpy().take(positions.numpy(), 0, picked.numpy(), "clip")  # faster than `np.take`
         return
     source = as_words(data)

@@ -1,6 +1,6 @@
 """Folders of many segments and many namespaces: what each call of the tier asks of the system.
 
-Calls are counted rather than seconds. Times are in `docs/performance_tables.md`, by `make bench`.
+Calls are counted rather than seconds. Times are in `docs/tables/index.md`, by `make bench`.
 """
 
 import contextlib
