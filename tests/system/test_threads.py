@@ -104,7 +104,7 @@ class Slow(nn.Module):
         self.register_buffer("weight", torch.ones(6))
 
     def forward(self, x):
-        time.sleep(0.5)
+        time.sleep(0.4)
         return x * self.weight
 
 
@@ -118,7 +118,8 @@ EDITS = {
 @pytest.mark.parametrize("name", EDITS)
 def test_rows_computed_while_another_thread_edits_weights_are_not_kept(name):
     module, x = torchcache(probe=False)(Slow()), torch.rand(4, 6)
-    editor = threading.Timer(0.1, EDITS[name], [module.weight])
+    module(torch.rand(4, 6))  # the first call takes longer
+    editor = threading.Timer(0.2, EDITS[name], [module.weight])
     editor.start()
     module(x)
     editor.join()
