@@ -528,8 +528,8 @@ def test_the_index_takes_at_most_64_bytes_a_row(make, codec, count, width):
 def test_a_path_that_is_a_file_is_an_error(tmp_path):
     file = tmp_path / "file"
     file.write_text("mine")
-    for path in (file, file / "below"):
-        with pytest.raises(OptionError, match="is a file"):
+    for path, message in (file, "is a file"), (file / "below", "leads through a file"):
+        with pytest.raises(OptionError, match=message):
             DiskTier(path)
     assert file.read_text() == "mine"
 
