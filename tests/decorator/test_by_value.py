@@ -1,4 +1,8 @@
-"""Ray and Spark pickle classes and functions of ``__main__`` by value, with their code."""
+"""Ray and Spark pickle classes and functions of ``__main__`` by value, with their code.
+
+Ray's own cloudpickle keeps the names of files, so that other processes read the text there. The newest one of
+the package index puts ``<dynamic-code>`` in their place.
+"""
 
 import pytest
 
@@ -73,7 +77,7 @@ def used(name):
 # It pickles `used` by value, and prints what that returns here.
 PICKLE = """
 import sys
-import cloudpickle
+import CLOUDPICKLE as cloudpickle
 with open(sys.argv[1], "wb") as file:
     cloudpickle.dump((used, list(MAKERS)), file)
 print({name: used(name) for name in MAKERS})
@@ -100,7 +104,8 @@ def here_and_elsewhere(folder, number, *, in_cells):
     text = USED.replace("NUMBER", number)
     (folder / "cells.txt").write_text(text)
     script = folder / "script.py"
-    script.write_text((IN_CELLS if in_cells else text) + PICKLE)
+    pickle = PICKLE.replace("CLOUDPICKLE", "cloudpickle" if in_cells else "ray.cloudpickle")
+    script.write_text((IN_CELLS if in_cells else text) + pickle)
     data = folder / "pickle"
     processes = [warm.run(script, data, cwd=folder)]
     processes += [warm.run(LOAD, data, seed=seed) for seed in ("1", "random")]
