@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.outputs import bypasses, hits
+from tests.helpers.outputs import bypasses, hits, warnings_in
 from torchcache2 import torchcache
 
 X = torch.arange(1.0, 13.0).view(4, 3)
@@ -75,6 +75,12 @@ def counted(held):
 def raised(held, index=0, by=1):
     held[index] += by
     return int(np.asarray(held[index]).astype(int))
+
+
+def total(held):
+    """A number that depends on everything in it."""
+    parts = held.values() if isinstance(held, dict) else held
+    return float(np.concatenate([*map(np.ravel, parts)]).sum()) + len(held)
 
 
 def appended(held):
@@ -538,6 +544,39 @@ def test_a_global_and_a_closure_are_watched_and_changed_back_they_are_the_first_
     assert hits(function) == 8
     SEEN.append(1)
     assert torch.equal(function(X), X * 3 + 1)
+
+
+LARGER = {
+    "array": (lambda: np.ones(20_000), lambda held: held.__imul__(2)),
+    "array of columns": (lambda: np.asfortranarray(np.ones((200, 200))), lambda held: held.__imul__(2)),
+    "strided array": (lambda: np.ones((400, 400))[::2, ::3], lambda held: held.__imul__(2)),
+    "last row": (lambda: np.ones((200, 200)), lambda held: held.__setitem__(-1, 7.0)),
+    "array in a dict": (lambda: {1: np.ones(20_000)}, lambda held: held[1].fill(2)),
+    "list": (lambda: [1.0] * 1000, appended),
+    "subclass": (lambda: Seen([1.0] * 1000), appended),
+    "list of arrays": (lambda: [np.ones(3) for _ in range(1000)], lambda held: held.append(np.ones(3))),
+    "dict": (lambda: dict.fromkeys(range(1000), 1.0), filled),
+    "set": (lambda: set(range(1000)), lambda held: held.add(-1)),
+    "bytes": (lambda: bytearray(20_000), appended),
+}
+
+
+@pytest.mark.parametrize("name", LARGER)
+def test_the_size_of_a_larger_container_and_the_ends_of_an_array_are_compared_at_every_call(name):
+    make, edit = LARGER[name]
+    module = torchcache(probe=False)(Holder(make(), total))
+    for _ in range(2):
+        for _ in range(2):
+            assert torch.equal(module(X), X * total(module.held))
+        edit(module.held)
+    assert bypasses(module) == {} and hits(module) == 8
+
+
+def test_a_proxy_of_a_container_is_unreadable_as_its_edits_are_not_noticed(log):
+    wrapt = pytest.importorskip("wrapt")
+    module = torchcache(Holder(wrapt.ObjectProxy([1.0]), total))
+    module(X)
+    assert "cannot read held" in " ".join(warnings_in(log))
 
 
 def test_a_large_list_that_was_edited_has_nothing_stored_under_its_old_content():

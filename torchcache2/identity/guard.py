@@ -2,7 +2,8 @@
 
 Attributes, submodules, hooks, globals and closures are compared by identity, in flat lists that C functions
 iterate over. So are the elements of containers, except plain values (by type and value) and nested containers
-(by their own elements). Small containers are compared at every call, larger ones around a forward.
+(by their own elements). Small containers are compared at every call, larger ones around a forward; of these,
+every call compares the sizes, and the ends of arrays.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ _DICTS = (PARAMETERS, BUFFERS, MODULES, PRE_HOOKS, HOOKS)  # of every module
 # Most bytes to compare: of one container and of all at every call, and of all around a forward.
 _SMALL, _ALL_SMALL, _LARGE = 13_600, 400_000, 1_050_000
 _ELEMENT, _EMPTY = 200, 800  # comparing an element, or a container, takes as long as so many bytes
-_MOST_LARGE = 400
-_ENDS = 32  # elements of a container that is too large to be compared whole
+_MOST_LARGE, _MOST_SIZED = 400, 100
+_ENDS = 32  # elements at each end of a container that is too large to be compared whole
 _MOST_COPIED = 1_000_000  # elements
 
 _MAPPINGS = (dict, OrderedDict, defaultdict)
@@ -130,6 +131,10 @@ class Guard:
         most = [_LARGE if total <= _LARGE else 0 for total in accumulate(map(_cost, left))]
         self._large = [(one, size, content(one, size)) for one, size in zip(left, most, strict=True)]
         self.has_large = len(left) > 0
+        self._sized = ordered[len(small) :][-_MOST_SIZED:]
+        arrays = [np.asarray(one) for one in self._sized if isinstance(one, np.ndarray)]
+        self._ends = [end for one in arrays for end in _ends(one)]
+        self._outline = self._outlined()
 
     def same(self, root: Any) -> bool:
         """Whether nothing has changed among the things that every call compares."""
@@ -141,6 +146,8 @@ class Guard:
                     return False
             sizes, now = self._look(root)
             if sizes != self._sizes or _identities(now) != self._identities:
+                return False
+            if self._outlined() != self._outline:
                 return False
             elements = self._small()
         except Exception:  # an attribute is gone or has another type, or another thread is changing it
@@ -190,6 +197,10 @@ class Guard:
         for get, fields in self._filled:
             found += map(get, fields)
         return found
+
+    def _outlined(self) -> list[Any]:
+        """The sizes of larger containers, and the bytes at both ends of larger arrays."""
+        return [*map(size_of, self._sized), *map(np.ndarray.tobytes, self._ends)]
 
     def _small(self) -> list[Any]:
         return [
@@ -271,6 +282,14 @@ def size_of(container: Any) -> int:
     if isinstance(container, np.ndarray):
         return int(container.nbytes if kind is None else container.size)
     return memoryview(container).nbytes if kind is None else int(kind.__len__(container))
+
+
+def _ends(numbers: Any) -> list[Any]:
+    """Views of the first and the last numbers of an array."""
+    if numbers.dtype.hasobject or not numbers.size or not numbers.ndim:
+        return []
+    rows = [numbers[(place,) * (numbers.ndim - 1)] for place in (0, -1)]
+    return [rows[0][:_ENDS], rows[1][-_ENDS:]]
 
 
 def content(container: Any, most: int = _LARGE) -> tuple[Any, ...]:

@@ -264,7 +264,8 @@ class Walk(CodeWalk):
         """Walk a subclass of a container or a dataclass, with its further attributes."""
         if value is self._plain_root:
             return self.module(value, path)
-        if not hasattr(kind, "__dataclass_fields__") and not isinstance(value, CONTAINERS):
+        # By type, as a proxy that claims a container's `__class__` would not be watched as one.
+        if not hasattr(kind, "__dataclass_fields__") and not issubclass(kind, CONTAINERS):
             return self.other(value, path)
         return super().compound(value, kind, path)
 
