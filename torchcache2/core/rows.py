@@ -330,7 +330,7 @@ def _tensor_column(
         raise OutputError(
             f"output{path} has shape {tuple(value.shape)} for a batch of {count}: the first dimension "
             "of every output tensor must be the batch. Compute what belongs to the batch as a whole "
-            "outside of the cached forward"
+            "outside of the cached forward, and name lists with one entry per item in item_args"
         )
     stored = dtype if dtype is not None and value.dtype.is_floating_point else value.dtype
     column = value.detach().resolve_conj().resolve_neg()
