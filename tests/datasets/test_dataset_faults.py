@@ -138,4 +138,4 @@ def test_workers_warn_once_for_all(method, path, capfd):
     cached.flush()
     shown = capfd.readouterr().err
     assert shown.count("some samples cannot be cached") == 1
-    assert shown.count("is full (30000 bytes)") == 1, shown
+    assert shown.count("is full (30.0 kB)") == 1, shown
