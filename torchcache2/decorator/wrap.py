@@ -247,8 +247,8 @@ def _is_own(kind: type, name: str, wrapper: Callable[..., Any]) -> bool:
     if not any(wrapper in _layers(value) for value in found):
         raise DecorationError(
             f"torchcache cannot cache {wrapper.__qualname__}: it was called with an object whose class does "
-            "not have it as a method. Put @torchcache above the decorators that hide it, and write a staticmethod or "
-            "classmethod as a function outside of the class"
+            "not have it as a method. Put @torchcache above the decorators that hide it, and write a "
+            "staticmethod or classmethod as a function outside of the class"
         )
     return wrapper in _layers(found[0])
 
