@@ -98,7 +98,7 @@ def cluster(tmp_path_factory):
             "TORCHCACHE_DISABLE": "",
             "TORCHCACHE_JOB": "",
         }
-        # A process that takes more than a minute to start is killed otherwise, and its successor takes as long.
+        # Otherwise a process that takes more than a minute to start is killed, and so is the next one.
         environment |= {
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_worker_register_timeout_seconds": str(int(PATIENCE)),
