@@ -232,7 +232,7 @@ def _prune(
 def _rm(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="The cache directory, or a URL.")],
     namespaces: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAMESPACE...]", help="Their first characters.")
+        list[str] | None, typer.Argument(metavar="NAMESPACE", help="Their first characters.")
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Delete all namespaces.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
@@ -241,7 +241,7 @@ def _rm(
 ) -> None:
     """Delete namespaces. Files that are not the cache's stay."""
     if bool(namespaces) == everything:
-        raise OptionError("expected namespaces after DIR, or --all, and not both")
+        raise OptionError("expected namespaces after DIR, as `torchcache2 ls DIR` prints them, or --all")
     if is_url(directory):
         _remove_in_bucket(directory, namespaces, form, ask=not yes)
         return

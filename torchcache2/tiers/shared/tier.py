@@ -25,6 +25,7 @@ from torchcache2.core.logs import ToldOnce
 from torchcache2.core.memory import CUDA, Runtime, SpareMemory, to_host, with_ordinary_tensors
 from torchcache2.core.process import ProcessLock
 from torchcache2.core.rows import Rows
+from torchcache2.core.sizes import size_text
 from torchcache2.files.errors import UnserialisableError
 from torchcache2.tiers.base import Found, Make, Tier, TierStats, replicas_of
 from torchcache2.tiers.claims import TierClaim
@@ -49,8 +50,8 @@ class SharedTier(Tier):
     job : bytes
         Which processes share, 16 bytes; see `job_name`.
     budget : int
-        The most bytes of all files; the first process decides. From 30 kB on, as many rows fit as into 200
-        kB, most of which is bookkeeping.
+        The most bytes of all files; the first process decides. Smaller budgets than 200 kB, down to 30 kB,
+        hold as many rows as one of 200 kB, most of which is bookkeeping.
     in_use : callable, optional
         The namespaces that something alive in this process uses; default: all.
     description : callable, optional
@@ -288,9 +289,9 @@ class SharedTier(Tier):
             if not self._spills:
                 self._told(
                     "full",
-                    "the memory cache that the ranks share is full (%d bytes): new items are computed at "
+                    "the memory cache that the ranks share is full (%s): new items are computed at "
                     "every call. Raise max_memory_cache_size, or set cache_dtype",
-                    self.budget,
+                    size_text(self.budget),
                 )
         return kept
 
