@@ -131,9 +131,11 @@ class Guard:
         most = [_LARGE if total <= _LARGE else 0 for total in accumulate(map(_cost, left))]
         self._large = [(one, size, content(one, size)) for one, size in zip(left, most, strict=True)]
         self.has_large = len(left) > 0
-        self._sized = ordered[len(small) :][-_MOST_SIZED:]
-        arrays = [np.asarray(one) for one in self._sized if isinstance(one, np.ndarray)]
+        largest = ordered[len(small) :][-_MOST_SIZED:]
+        arrays = [np.asarray(one) for one in largest if isinstance(one, np.ndarray)]
         self._ends = [end for one in arrays for end in _ends(one)]
+        self._plain = [one for one in largest if type(one) in _DIRECT]
+        self._sized = [one for one in largest if type(one) not in (*_DIRECT, np.ndarray)]
         self._outline = self._outlined()
 
     def same(self, root: Any) -> bool:
@@ -200,7 +202,7 @@ class Guard:
 
     def _outlined(self) -> list[Any]:
         """The sizes of larger containers, and the bytes at both ends of larger arrays."""
-        return [*map(size_of, self._sized), *map(np.ndarray.tobytes, self._ends)]
+        return [*map(len, self._plain), *map(size_of, self._sized), *map(np.ndarray.tobytes, self._ends)]
 
     def _small(self) -> list[Any]:
         return [
