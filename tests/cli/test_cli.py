@@ -42,9 +42,9 @@ from tests.helpers.storage import (
     strange_files,
 )
 from tests.helpers.warm import start
+from torchcache2.__main__ import main
 from torchcache2.cli import archive
 from torchcache2.cli.archive import ArchiveError, members
-from torchcache2.cli.main import main
 from torchcache2.cli.report import verdict
 from torchcache2.core.rows import Rows
 from torchcache2.files import layout as segment

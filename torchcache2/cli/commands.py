@@ -22,6 +22,7 @@ from torchcache2.files.errors import NewerFormatError
 
 if TYPE_CHECKING:
     from torchcache2.cli.report import Gone
+    from torchcache2.files.directory import CacheDirectory, Contents
 
 # Commands import their modules when they run: these need PyTorch, which takes a second to import.
 
@@ -242,67 +243,61 @@ def _rm(
     """Delete namespaces. Files that are not the cache's stay."""
     if bool(namespaces) == everything:
         raise OptionError("expected namespaces after DIR, or --all, and not both")
-    if is_url(directory):
-        _remove_in_bucket(directory, namespaces, form, ask=not yes)
-        return
     from torchcache2.cli import report
     from torchcache2.files.removal import remove_namespace
 
-    cache = report.folder(directory, "rm")
-    chosen = report.chosen(cache, namespaces)
-    found = [report.namespace(cache, one) for one in chosen]
-    used = [one for one in found if one.in_use is not False]
-    if used and not force:
+    with report.opened(directory) as cache:
+        chosen = report.chosen(cache, namespaces)
+        found = [report.namespace(cache, one) for one in chosen]
+        is_far = is_url(directory)
+        used = [one for one in found if one.in_use is not False and not is_far and not force]
         for one in used:
             why = "is used by a running process" if one.in_use else "may be in use: there are no locks here"
             out.tell(f"torchcache2: {one.id} ({one.name}) {why}; --force deletes it")
-        raise typer.Exit(1)
-    if not yes:
-        for one in found:
-            out.tell(f"{one.id}  {one.title}  {one.rows:,} rows  {out.size(one.nbytes)}")
-        typer.confirm("Delete?", abort=True, err=True)
-    busy = [one.namespace for one in chosen if not remove_namespace(cache, one.namespace, force=force)]
-    after = [cache.contents(one.namespace) for one in chosen]
-    _print_deleted(report.gone(chosen, after), {one.id: one.name for one in found}, form)
+        if used:
+            raise typer.Exit(1)
+        if not yes:
+            for one in found:
+                out.tell(f"{one.id}  {one.title}  {one.rows:,} rows  {out.size(one.nbytes)}")
+            if is_far:
+                count, nbytes = (
+                    out.counted(len(found), "namespace"),
+                    out.size(sum(one.nbytes for one in found)),
+                )
+                out.tell(f"{cache.path}: {count}, {nbytes}; other processes may be using them")
+            typer.confirm("Delete?", abort=True, err=True)
+        busy = []
+        try:
+            if is_far:
+                _remove_objects(cache, chosen, everything=everything)
+            else:
+                busy = [
+                    one.namespace for one in chosen if not remove_namespace(cache, one.namespace, force=force)
+                ]
+        finally:  # also after a fault of the bucket
+            after = [cache.contents(one.namespace) for one in chosen]
+            _print_deleted(report.gone(chosen, after), {one.id: one.name for one in found}, form)
     if busy:
         out.tell(f"torchcache2: {', '.join(busy)}: a process has begun to use it")
         raise typer.Exit(1)
 
 
-def _remove_in_bucket(url: str, names: Sequence[str] | None, form: _Format, *, ask: bool) -> None:
-    """Delete the objects of the format in namespaces, or of all and the tag; other objects stay."""
-    from torchcache2.cli import report
+def _remove_objects(cache: CacheDirectory, chosen: Sequence[Contents], *, everything: bool) -> None:
+    """Delete a bucket's objects of the format in some namespaces, or of all and the tag; others stay."""
     from torchcache2.files.directory import TAG
     from torchcache2.tiers.bucket.files import BucketFiles
 
-    with report.opened(url) as cache:
-        assert isinstance(cache.fs, BucketFiles)
-        contents = report.chosen(cache, names)
-        found = [report.namespace(cache, one) for one in contents]
-        if ask:
-            for one in found:
-                out.tell(f"{one.id}  {one.title}  {one.rows:,} rows  {out.size(one.nbytes)}")
-            nbytes = out.size(sum(one.nbytes for one in found))
-            out.tell(
-                f"{cache.path}: {out.counted(len(found), 'namespace')}, {nbytes}; other processes may "
-                f"be using them"
-            )
-            typer.confirm("Delete?", abort=True, err=True)
-        # Delete a namespace's description last, so that an interrupted deletion leaves no undescribed files.
-        files = [(one.namespace, info) for one in contents for info in (*one.segments, *one.heads)]
-        files += [(one.namespace, info) for one in contents for info in (*one.corrupt, *one.temporary)]
-        files += [(one.namespace, info) for one in contents for info in (*one.runs, *one.packs, *one.others)]
-        try:
-            with out.progress("deleting", sum(info.size for _, info in files)) as advance:
-                for first in range(0, len(files), _AT_ONCE):
-                    some = files[first : first + _AT_ONCE]
-                    cache.fs.remove_all([os.path.join(cache.path, name, info.name) for name, info in some])
-                    advance(sum(info.size for _, info in some))
-            if not names and not any(one.files for one in cache.scan()):
-                cache.fs.remove(os.path.join(cache.path, TAG))
-        finally:  # also after a fault of the bucket
-            after = [cache.contents(one.namespace) for one in contents]
-            _print_deleted(report.gone(contents, after), {one.id: one.name for one in found}, form)
+    assert isinstance(cache.fs, BucketFiles)
+    # Delete a namespace's description last, so that an interrupted deletion leaves no undescribed files.
+    files = [(one.namespace, info) for one in chosen for info in one.files if info not in one.others]
+    files += [(one.namespace, info) for one in chosen for info in one.others]
+    with out.progress("deleting", sum(info.size for _, info in files)) as advance:
+        for first in range(0, len(files), _AT_ONCE):
+            some = files[first : first + _AT_ONCE]
+            cache.fs.remove_all([os.path.join(cache.path, name, info.name) for name, info in some])
+            advance(sum(info.size for _, info in some))
+    if everything and not any(one.files for one in cache.scan()):
+        cache.fs.remove(os.path.join(cache.path, TAG))
 
 
 @app.command("export")
