@@ -23,9 +23,8 @@ from torchcache2.core.settings import Policy
 from torchcache2.core.sizes import Size, size_text
 from torchcache2.datasets.identity import length_of
 from torchcache2.datasets.options import CAPACITY, aliased, check, check_dataset, check_others
-from torchcache2.datasets.recipe import Keeper, Recipe
+from torchcache2.datasets.recipe import OF_PROCESS, Keeper, Recipe
 from torchcache2.datasets.served import ServedRecipe, kept_in, with_samples
-from torchcache2.datasets.source import Source
 from torchcache2.datasets.store import Store
 from torchcache2.engine.estimate import Estimate, Looks, row_sizes
 from torchcache2.engine.progress import Progress, WarmupStats
@@ -38,8 +37,7 @@ _HINTS = {
     "advice": "Samples that do not fit are loaded in each epoch: raise the budgets of memory or disk",
     "option": "disk_size",
 }
-_OF_PROCESS = ("_source", "_store")
-_OWN = ("_recipe", "_is_closed", *_OF_PROCESS)  # our own attributes; all others are the dataset's
+_OWN = ("_recipe", "_is_closed", *OF_PROCESS)  # our own attributes; all others are the dataset's
 
 
 class own_batches:  # noqa: N801
@@ -252,7 +250,6 @@ class CachedDataset(Keeper, Dataset[Any]):
     """
 
     __module__ = "torchcache2"
-    _source: Source
 
     def __init__(
         self,
@@ -294,14 +291,6 @@ class CachedDataset(Keeper, Dataset[Any]):
             check_dataset(dataset)
             recipe = Recipe.of_dataset(dataset, given)
         self.__setstate__({"_recipe": recipe})
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in _OF_PROCESS}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._source = self._recipe.source()
-        self._store = None if self._is_closed else self._recipe.store(self._source)
 
     def __len__(self) -> int:
         length = length_of(self._recipe.dataset)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import numpy as np
-
 from torchcache2.core.settings import Policy
 from torchcache2.core.sizes import Size
-from torchcache2.datasets.identity import Index, as_index, keys_of
+from torchcache2.datasets.identity import Index, as_index
 from torchcache2.datasets.options import CAPACITY, check, check_others
 from torchcache2.datasets.recipe import Keeper, Recipe
-from torchcache2.datasets.source import Apart, copied
+from torchcache2.datasets.source import copied
 from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
 
 _EXPECTED = "the key of a CacheLoader is one int, str or bytes; get_many takes a list of them"
@@ -117,7 +114,7 @@ class CacheLoader(Keeper):
         check_others(others, "CacheLoader")
         check(options)
         recipe = Recipe.of_loader(key_prefix, version, options)
-        self.__setstate__({"_recipe": recipe, "_is_closed": False})
+        self.__setstate__({"_recipe": recipe})
 
     def get(self, key: Index, load_fn: Callable[[Any], Any]) -> Any:
         """The value of a key; if there is none, calls ``load_fn(key)`` and keeps the result.
@@ -153,27 +150,19 @@ class CacheLoader(Keeper):
             )
         if isinstance(keys, (str, bytes)) or not hasattr(keys, "__iter__"):
             raise TypeError(f"keys is of type {type(keys).__name__}: expected a list of keys; get takes one")
-        start, wanted = time.perf_counter_ns(), [as_index(key, _EXPECTED) for key in keys]
-        store = self._store
+        wanted, store = [as_index(key, _EXPECTED) for key in keys], self._store
         if store is None or not wanted:
             return [load_fn(key) for key in wanted]
-        digests, drops = keys_of(store.levels.namespace, wanted), store.tally.drops
-        values, found, counts, _ = store.find(digests)
-        first: dict[Index, int] = {}  # first position of each key without a value
-        again = [i for i in np.flatnonzero(~found).tolist() if first.setdefault(wanted[i], i) != i]
-        before = time.perf_counter_ns()
-        places, loaded = list(first.values()), self._apart.each(load_fn, list(first))
-        for place, value in zip(places, loaded, strict=True):
-            values[place] = value
-        taken = time.perf_counter_ns() - before
-        if first:
-            store.keep(digests.take(np.array(places)), loaded, drops)
-        for place in again:
-            (values[place],) = copied(values[first[wanted[place]]]) or [load_fn(wanted[place])]
-        counts["memory_hits"] = counts.get("memory_hits", 0) + len(again)
-        spent = time.perf_counter_ns() - start - taken
-        store.tally.add(**counts, nanoseconds=taken, spent=spent)
-        return values
+        distinct = list(dict.fromkeys(wanted))
+        values = dict(zip(distinct, store.fetch(distinct, load_fn), strict=True))
+        if len(distinct) == len(wanted):
+            return list(values.values())
+        store.tally.add(memory_hits=len(wanted) - len(distinct))
+        found, given = [], set[Index]()
+        for key in wanted:  # a repeated key's values have memory of their own
+            found.append((copied(values[key]) or [load_fn(key)])[0] if key in given else values[key])
+            given.add(key)
+        return found
 
     def num_keys(self) -> int:
         """How many keys of this prefix and version have a value, from any process."""
@@ -184,14 +173,6 @@ class CacheLoader(Keeper):
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_recipe": self._recipe, "_is_closed": self._is_closed}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._recipe, self._is_closed = state["_recipe"], state["_is_closed"]
-        self._store = None if self._is_closed else self._recipe.store()
-        self._apart = Apart()
 
     def __repr__(self) -> str:
         settings = self._recipe.settings

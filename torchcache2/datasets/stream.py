@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator
-from operator import itemgetter
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -17,7 +15,6 @@ from torchcache2.datasets.cached import CachedDataset
 from torchcache2.datasets.identity import Index, as_index
 from torchcache2.datasets.options import check, check_others
 from torchcache2.datasets.recipe import Keeper, Recipe
-from torchcache2.datasets.source import Source
 from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
 
 _EXPECTED = "the key of a sample of a CachedStream is one int, str or bytes"
@@ -26,24 +23,10 @@ _NOT_HERE = ("partial",)  # only for samples with an index
 
 
 class _Decoder:
-    """A dataset that applies `load` to this thread's raw samples; their keys are the indices."""
+    """Stands for the dataset: its samples are those that ``load`` makes of raw ones."""
 
     def __init__(self, name: str, load: Callable[[Any], Any], key: Callable[[Any], Any] | str) -> None:
         self.name, self.load, self.key = name, load, key
-        self._here = threading.local()
-
-    def keys(self, raw: list[Any]) -> list[Index]:
-        """The keys of raw samples; remembers these for `__getitem__`."""
-        key = itemgetter(self.key) if isinstance(self.key, str) else self.key
-        keys = [as_index(key(one), _EXPECTED) for one in raw]
-        self._here.raw = dict(zip(keys, raw, strict=True))
-        return keys
-
-    def __getitem__(self, key: Index) -> Any:
-        return self.load(self._here.raw[key])
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Decoder, (self.name, self.load, self.key)
 
 
 setattr(_Decoder, ADDED_ATTRIBUTE, True)  # only the user's arguments count
@@ -99,7 +82,6 @@ class CachedStream(Keeper, IterableDataset[Any]):
     """
 
     __module__ = "torchcache2"
-    _source: Source
     _iterable: Iterable[Any]
     _batch: int
 
@@ -132,9 +114,7 @@ class CachedStream(Keeper, IterableDataset[Any]):
         recipe = Recipe.of_dataset(_Decoder(name, load, key), given)
         recipe.title = recipe.document["class"] = f"CachedStream {name}"
         del recipe.document["dataset"]  # its samples are unknown without its source
-        self.__setstate__(
-            {"_recipe": recipe, "_is_closed": False, "_batch": batch_size, "_iterable": iterable}
-        )
+        self.__setstate__({"_recipe": recipe, "_batch": batch_size, "_iterable": iterable})
 
     def __iter__(self) -> Iterator[Any]:
         source, transform, failure = iter(self._iterable), self._recipe.transform, None
@@ -171,17 +151,14 @@ class CachedStream(Keeper, IterableDataset[Any]):
         return (sample for one in raw for sample in self._found([one]))
 
     def _found(self, raw: list[Any]) -> list[Any]:
-        keys, store = self._recipe.dataset.keys(raw), self._store
-        return self._source.plain(keys) if store is None or not keys else store.fetch(keys)
+        load, key, store = self._recipe.dataset.load, self._recipe.dataset.key, self._store
+        keys = [as_index(one[key] if isinstance(key, str) else key(one), _EXPECTED) for one in raw]
+        by_key = dict(zip(keys, raw, strict=True))
 
-    def __getstate__(self) -> dict[str, Any]:
-        names = ("_recipe", "_is_closed", "_batch", "_iterable")
-        return {name: getattr(self, name) for name in names}
+        def decoded(key: Index) -> Any:
+            return load(by_key[key])
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._source = self._recipe.source()
-        self._store = None if self._is_closed else self._recipe.store(self._source)
+        return list(map(decoded, keys)) if store is None or not keys else store.fetch(keys, decoded)
 
     def __repr__(self) -> str:
         return f"<{self._recipe.title} {self._recipe.identity.namespace.hex()}>"
