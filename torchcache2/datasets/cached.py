@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -57,50 +58,6 @@ class own_batches:  # noqa: N801
         return bound
 
 
-def fill(dataset: Any, store: Store, mine: Positions, num_workers: int, batch_size: int) -> WarmupStats:
-    """Load the missing samples of this rank, at indices `mine`; see `CachedDataset.warmup`."""
-    check({"batch_size": batch_size, "num_workers": num_workers})
-    where, total, levels = place(), len(dataset), store.levels
-    absent = mine[~levels.has(int_keys(levels.namespace, mine))].tolist()
-    there = len(mine) - len(absent)
-    if there:
-        logger.info("%s: %d of %d samples are there already", store.name, there, len(mine))
-    loader: DataLoader[Any] = DataLoader(
-        _Filling(dataset),
-        batch_size,
-        sampler=absent,
-        num_workers=num_workers,
-        collate_fn=_as_it_is,
-        generator=torch.Generator(),  # the default one must not advance
-    )
-    counts = _Counts()
-    left = len(absent)
-    known = left if where.world_size == 1 else total
-    progress = Progress(
-        store.name,
-        counts,
-        levels,
-        left,
-        known,
-        is_shown=where.rank == 0 and left > 0,
-        **_HINTS,
-    )
-    nbytes = 0
-    try:
-        for found, loaded, size in loader:
-            counts.hits += found
-            counts.misses += loaded
-            nbytes += size
-            progress.update(lambda: (nbytes, None))  # noqa: B023  # called at once
-    finally:
-        progress.close()
-    levels.flush()
-    if where.rank == 0 and (line := _outcome(store, total)):
-        print(f"{store.name}: {line}", file=sys.stderr)
-    done = progress.stats()
-    return dataclasses.replace(done, found=done.found + there, bytes=nbytes)
-
-
 def _outcome(store: Store, total: int) -> str | None:
     """Whether a lasting folder has all samples now, and how to serve them; None without such a folder."""
     levels, directory = store.levels, store.levels.directory
@@ -127,10 +84,6 @@ def _outcome(store: Store, total: int) -> str | None:
     share = f"all {total:,} samples" if there == total else f"{there:,} of {total:,} samples"
     call = mine.call(path, [one for one in kept if one is not mine], partial=there < total)
     return f"{path} has {share}{size}. Without the dataset, {call} serves them"
-
-
-class _Counts:
-    hits = misses = 0
 
 
 class _Filling(Dataset[Any]):
@@ -377,7 +330,39 @@ class CachedDataset(Keeper, Dataset[Any]):
         return self._fill(np.arange(where.rank, len(self), where.world_size), num_workers, batch_size)
 
     def _fill(self, mine: Positions, num_workers: int, batch_size: int) -> WarmupStats:
-        return fill(self, self._filled_store(), mine, num_workers, batch_size)
+        """Load the missing samples of this rank, at indices `mine`; see `warmup`."""
+        check({"batch_size": batch_size, "num_workers": num_workers})
+        store, where, total = self._filled_store(), place(), len(self)
+        levels = store.levels
+        absent = mine[~levels.has(int_keys(levels.namespace, mine))].tolist()
+        there = len(mine) - len(absent)
+        if there:
+            logger.info("%s: %d of %d samples are there already", store.name, there, len(mine))
+        loader: DataLoader[Any] = DataLoader(
+            _Filling(self),
+            batch_size,
+            sampler=absent,
+            num_workers=num_workers,
+            collate_fn=_as_it_is,
+            generator=torch.Generator(),  # the default one must not advance
+        )
+        counts, nbytes = SimpleNamespace(hits=0, misses=0), 0
+        known = len(absent) if where.world_size == 1 else total
+        is_shown = where.rank == 0 and bool(absent)
+        progress = Progress(store.name, counts, levels, len(absent), known, is_shown=is_shown, **_HINTS)
+        try:
+            for found, loaded, size in loader:
+                counts.hits += found
+                counts.misses += loaded
+                nbytes += size
+                progress.update(lambda: (nbytes, None))  # noqa: B023  # called at once
+        finally:
+            progress.close()
+        levels.flush()
+        if where.rank == 0 and (line := _outcome(store, total)):
+            print(f"{store.name}: {line}", file=sys.stderr)
+        done = progress.stats()
+        return dataclasses.replace(done, found=done.found + there, bytes=nbytes)
 
     def _filled_store(self) -> Store:
         """The store; `NotCachedError` if nothing is cached."""

@@ -1,20 +1,29 @@
-"""`CacheLoader`: caches values under keys that the caller chooses."""
+"""`CacheLoader` and `CachedStream`: values and samples under keys that the caller chooses, not indices."""
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
+from torch.utils.data import IterableDataset
+
+from torchcache2.core.errors import OptionError
+from torchcache2.core.logs import shown
 from torchcache2.core.settings import Policy
 from torchcache2.core.sizes import Size
+from torchcache2.datasets.cached import CachedDataset
 from torchcache2.datasets.identity import Index, as_index
 from torchcache2.datasets.options import CAPACITY, check, check_others
 from torchcache2.datasets.recipe import Keeper, Recipe
 from torchcache2.datasets.source import copied
 from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
 
-_EXPECTED = "the key of a CacheLoader is one int, str or bytes; get_many takes a list of them"
+_OF_LOADER = "the key of a CacheLoader is one int, str or bytes; get_many takes a list of them"
+_OF_SAMPLE = "the key of a sample of a CachedStream is one int, str or bytes"
+_OF_STREAM = ("name", "cache_dir", "transform", "batch_size")  # options that are arguments of a stream
+_NOT_HERE = ("partial",)  # only for samples with an index
 
 
 class CacheLoader(Keeper):
@@ -150,7 +159,7 @@ class CacheLoader(Keeper):
             )
         if isinstance(keys, (str, bytes)) or not hasattr(keys, "__iter__"):
             raise TypeError(f"keys is of type {type(keys).__name__}: expected a list of keys; get takes one")
-        wanted, store = [as_index(key, _EXPECTED) for key in keys], self._store
+        wanted, store = [as_index(key, _OF_LOADER) for key in keys], self._store
         if store is None or not wanted:
             return [load_fn(key) for key in wanted]
         distinct = list(dict.fromkeys(wanted))
@@ -188,3 +197,145 @@ class CacheLoader(Keeper):
 # In the key of a cached dataset or module, a loader counts by its prefix and version.
 setattr(CacheLoader, ADDED_ATTRIBUTE, True)
 setattr(CacheLoader, ORIGINAL_ATTRIBUTE, property(lambda self: self._recipe.identity.namespace))
+
+
+class _Decoder:
+    """Stands for the dataset: its samples are those that ``load`` makes of raw ones."""
+
+    def __init__(self, name: str, load: Callable[[Any], Any], key: Callable[[Any], Any] | str) -> None:
+        self.name, self.load, self.key = name, load, key
+
+
+setattr(_Decoder, ADDED_ATTRIBUTE, True)  # only the user's arguments count
+setattr(_Decoder, ORIGINAL_ATTRIBUTE, property(lambda self: (self.name, self.load, self.key)))
+
+
+class CachedStream(Keeper, IterableDataset[Any]):
+    """A stream whose samples are decoded once, and then found by their key.
+
+    The source still delivers its raw samples, such as the bytes of files, in its own order to its own choice
+    of workers and ranks. The results of `load` are kept, as in a `CachedDataset`.
+
+    Parameters
+    ----------
+    iterable : iterable
+        The source, such as a `webdataset.WebDataset` that does not decode, or a streamed dataset of Hugging
+        Face. A stream of samples, not of batches.
+    key : str or callable
+        ``key(raw)`` identifies the sample: an int, str or bytes. A str is the name of a field. Raw samples
+        with equal keys are one sample, whatever else they contain.
+    load : callable
+        ``load(raw)`` makes the sample. Its code, and what that refers to, are part of the key.
+    name : str
+        A name for the keys, such as ``"coco-train"``. Streams with equal name, `key` and `load` share
+        samples.
+    cache_dir : path or URL, optional
+        A folder that keeps all samples for later runs, as for `CachedDataset`.
+    transform : callable, optional
+        Called with each sample after the cache, for example for random augmentation.
+    batch_size : int
+        How many raw samples to look up together.
+    **options
+        Other options of a `CachedDataset`, such as `memory_size`, `version`, or `backend`.
+
+    Raises
+    ------
+    OptionError
+        If an option has an invalid value, or if `load` cannot be read and there is a `cache_dir` or a server.
+
+    Examples
+    --------
+    >>> from torchcache2 import CachedStream
+    >>> def decode(raw):
+    ...     print("decoded", raw["id"])
+    ...     return float(raw["text"])
+
+    >>> raw = [{"id": 1, "text": "1.5"}, {"id": 2, "text": "2.5"}]
+    >>> stream = CachedStream(raw, key="id", load=decode, name="numbers", memory_size="1MB")
+    >>> list(stream), list(stream)
+    decoded 1
+    decoded 2
+    ([1.5, 2.5], [1.5, 2.5])
+    """
+
+    __module__ = "torchcache2"
+    _iterable: Iterable[Any]
+    _batch: int
+
+    def __init__(
+        self,
+        iterable: Iterable[Any],
+        *,
+        key: Callable[[Any], Any] | str,
+        load: Callable[[Any], Any],
+        name: str,
+        cache_dir: str | os.PathLike[str] | None = None,
+        transform: Callable[[Any], Any] | None = None,
+        batch_size: int = 64,
+        **options: Any,
+    ) -> None:
+        for option, value, holds in (
+            ("iterable", iterable, hasattr(iterable, "__iter__")),
+            ("key", key, callable(key) or isinstance(key, str)),
+            ("load", load, callable(load)),
+            ("name", name, isinstance(name, str) and name),
+        ):
+            if not holds:
+                raise OptionError(f"{option}={shown(value)}: see help(torchcache2.CachedStream)")
+        parameters = inspect.signature(CachedDataset).parameters.values()
+        usual = {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY}
+        own = [*_OF_STREAM, *_NOT_HERE]
+        check_others({one: options[one] for one in options if one not in usual or one in own}, "CachedStream")
+        given = usual | options | {"cache_dir": cache_dir, "transform": transform, "batch_size": batch_size}
+        check(given)
+        recipe = Recipe.of_dataset(_Decoder(name, load, key), given)
+        recipe.title = recipe.document["class"] = f"CachedStream {name}"
+        del recipe.document["dataset"]  # its samples are unknown without its source
+        self.__setstate__({"_recipe": recipe, "_batch": batch_size, "_iterable": iterable})
+
+    def __iter__(self) -> Iterator[Any]:
+        source, transform, failure = iter(self._iterable), self._recipe.transform, None
+        while failure is None:
+            raw: list[Any] = []
+            try:
+                while len(raw) < self._batch:
+                    raw.append(next(source))
+            except (Exception, StopIteration) as error:  # yield samples before it first
+                failure = error
+            for sample in self._samples(raw):
+                yield sample if transform is None else transform(sample)
+        if not isinstance(failure, StopIteration):
+            try:
+                raise failure
+            finally:
+                failure = None  # avoid a cycle with this frame
+
+    def __len__(self) -> int:
+        return len(self._iterable)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # also during unpickling
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._iterable, name)  # such as `set_epoch`
+
+    def _samples(self, raw: list[Any]) -> Iterable[Any]:
+        """The samples of raw ones; if `load` fails for one, yields those before it first."""
+        try:
+            return self._found(raw)
+        except Exception:
+            if len(raw) < 2:
+                raise
+        return (sample for one in raw for sample in self._found([one]))
+
+    def _found(self, raw: list[Any]) -> list[Any]:
+        load, key, store = self._recipe.dataset.load, self._recipe.dataset.key, self._store
+        keys = [as_index(one[key] if isinstance(key, str) else key(one), _OF_SAMPLE) for one in raw]
+        by_key = dict(zip(keys, raw, strict=True))
+
+        def decoded(key: Index) -> Any:
+            return load(by_key[key])
+
+        return list(map(decoded, keys)) if store is None or not keys else store.fetch(keys, decoded)
+
+    def __repr__(self) -> str:
+        return f"<{self._recipe.title} {self._recipe.identity.namespace.hex()}>"
