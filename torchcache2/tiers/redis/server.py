@@ -36,6 +36,7 @@ from torchcache2.core.sizes import Size, free_memory, parse_size, size_text
 from torchcache2.files.filesystem import Descriptor, FileSystem
 from torchcache2.tiers.meeting import JOB, is_at, is_own, job_name, machine, own_folder
 from torchcache2.tiers.redis import watcher
+from torchcache2.tiers.redis.client import Node
 from torchcache2.tiers.shared.lock import LockTimeoutError, NodeLock
 from torchcache2.tiers.shared.region import start_time
 
@@ -94,20 +95,15 @@ def own_servers(capacity: Size, policy: Policy, *, cluster_mode: bool = True, bu
     name = partial(job_name, os.environ, "redis server", str(os.getuid()), *process)
     host = listening_address(machine() + name().hex()) if cluster_mode else None
     if host is None:
-        found = _found(name(), None, capacity, policy)
+        found = find_or_start(name(), None, capacity, policy)
         return Servers((found.server,), buffer, found.guard)
     try:
-        found = _found(name("tcp"), host, capacity, policy)
+        found = find_or_start(name("tcp"), host, capacity, policy)
     except Exception as error:
         with contextlib.suppress(OptionError):  # tells the other ranks, which are waiting for this one
             servers_of_all(None, str(error))
         raise
     return Servers(servers_of_all(found.server), buffer, found.guard)
-
-
-def _found(name: bytes, host: str | None, capacity: Size, policy: Policy) -> Found:
-    require_redis('backend="redis"')
-    return find_or_start(name, host, capacity, policy)
 
 
 def one_of(hosts: Any, option: str = "hosts") -> Server:
@@ -237,6 +233,7 @@ def find_or_start(name: bytes, host: str | None, capacity: Size, policy: Policy)
 
     `OptionError` if it cannot be started.
     """
+    require_redis('backend="redis"')
     limits = _Limits.of(capacity, policy)
     folder = _place(name)
     _remove_leftovers(folder)
@@ -355,26 +352,17 @@ def _started(folder: str, file: Descriptor, host: str | None, limits: _Limits) -
 
 def _ask(**request: Any) -> dict[str, Any]:
     """Start a watcher; returns its answer."""
-    command = [sys.executable, "-I", "-S", watcher.__file__]
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    ) as process:
-        try:
-            answer = process.communicate(json.dumps(request).encode(), timeout=_PATIENCE)[0]
-        except subprocess.TimeoutExpired:
-            process.kill()
-            answer = b""
-    try:
-        found = json.loads(answer)
-    except ValueError:
-        found = None
-    if isinstance(found, dict):
-        return found
-    return {"errors": [[sys.executable, answer.decode(errors="replace")]]}
+    command, printed = [sys.executable, "-I", "-S", watcher.__file__], b""
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    given = json.dumps(request).encode()
+    with contextlib.suppress(subprocess.TimeoutExpired, ValueError):
+        printed = subprocess.run(
+            command, input=given, **streams, start_new_session=True, timeout=_PATIENCE, check=False
+        ).stdout
+        found = json.loads(printed)
+        if isinstance(found, dict):
+            return found
+    return {"errors": [[sys.executable, printed.decode(errors="replace")]]}
 
 
 def _why(errors: list[tuple[str, str]]) -> str:
@@ -388,26 +376,14 @@ def _why(errors: list[tuple[str, str]]) -> str:
 
 def answers(server: Server) -> bool:
     """Whether a server accepts our password; True also if it answers slowly."""
-    options = dict(server.options)
+    errors = require_redis('backend="redis"').exceptions
     try:
-        with contextlib.closing(socket.socket(_family(options))) as connection:
-            connection.settimeout(_ANSWERS)
-            connection.connect(options.get("path") or (options["host"], options["port"]))
-            connection.sendall(b"AUTH %s\r\nPING\r\n" % options["password"].encode())
-            reply = b""
-            while reply.count(b"\n") < 2 and (some := connection.recv(1000)):
-                reply += some
-            return reply == b"+OK\r\n+PONG\r\n"
-    except TimeoutError:
+        with contextlib.closing(Node(server, _ANSWERS, _ANSWERS)) as node:
+            return node.ask([(b"PING",)]) == [b"PONG"]
+    except errors.TimeoutError:
         return True
-    except OSError:
+    except errors.RedisError:
         return False
-
-
-def _family(options: dict[str, Any]) -> socket.AddressFamily:
-    if "path" in options:
-        return socket.AF_UNIX
-    return socket.AF_INET6 if ":" in options["host"] else socket.AF_INET
 
 
 def find_servers() -> list[str]:
