@@ -118,8 +118,8 @@ class Mirror:
         Most bytes of the folder; uploads do not depend on it.
     flush_first : callable, optional
         Seals unsealed rows; called when the process ends.
-    uploads : bool
-        Whether to upload; False: download only.
+    uploads : bool or None
+        Whether to upload; False: download only; None: neither, so this does nothing.
     temporary : bool
         Whether the folder is deleted when this is closed.
     pause : float
@@ -135,7 +135,7 @@ class Mirror:
         budget: int,
         flush_first: Callable[[], None] = lambda: None,
         *,
-        uploads: bool = True,
+        uploads: bool | None = True,
         temporary: bool = False,
         pause: float = 0.2,
         silence: float = 10.0,
@@ -150,7 +150,7 @@ class Mirror:
 
     def begin(self) -> None:
         """Start mirroring in this process, if it should and has not yet; cheap to call again."""
-        if self._is_closed or self._runs() or get_worker_info() is not None:
+        if self.uploads is None or self._is_closed or self._runs() or get_worker_info() is not None:
             return
         with self._lock():
             if not self._runs():

@@ -17,6 +17,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
+from typing import Any
 
 from torch.utils.data import get_worker_info
 
@@ -282,11 +283,8 @@ class BucketSource:
         self._drops, self._every = signals.drops, every
         self._listings: dict[bytes, Listing] = {}
         self._dropped_at: dict[bytes, int] = {}  # in this process, in milliseconds since 1970
-        self._mirror: Mirror | None = None
-        if uploads is not None:
-            self._mirror = Mirror(
-                self.objects, self.local, budget, flush_first, uploads=uploads, temporary=temporary
-            )
+        options: dict[str, Any] = {"uploads": uploads, "temporary": temporary}
+        self._mirror = Mirror(self.objects, self.local, budget, flush_first, **options)
 
     def look(self, namespace: bytes, has_all: Callable[[], bool]) -> bool:
         """List a namespace's segments in the bucket, if due.
@@ -296,12 +294,11 @@ class BucketSource:
         another bucket, or the bucket may have been emptied since. `NewerFormatError` if a segment is of a
         later version of the format.
         """
-        if self._mirror is not None:
-            self._mirror.begin()  # this may be a new child
+        self._mirror.begin()  # this may be a new child
         listing = self._listings.get(namespace) or self._listings.setdefault(
             namespace, Listing(self.objects, self.folder, self.local, namespace, self.limit)
         )
-        doubts = self._mirror is not None and self._mirror.uploads and get_worker_info() is None
+        doubts = self._mirror.uploads and get_worker_info() is None
         if listing.is_quiet(self._every) or ((listing.was_had or not doubts) and has_all()):
             return False
         since = max(self._dropped_at.get(namespace, 0), self._drops() // _MILLISECOND)
@@ -315,20 +312,17 @@ class BucketSource:
 
     def wake(self) -> None:
         """Upload the segments sealed just now at once."""
-        if self._mirror is not None:
-            self._mirror.wake()
+        self._mirror.wake()
 
     def flush(self) -> None:
         """Return once the folder's segments are in the bucket, or cannot be uploaded."""
-        if self._mirror is not None:
-            self._mirror.flush()
+        self._mirror.flush()
 
     def close(self) -> None:
         """Flush, and close the connections. Afterwards nothing in the bucket is found."""
-        if self._mirror is not None:
-            self._mirror.close()
+        self._mirror.close()
         self.objects.close()
 
     def is_busy_here(self) -> bool:
         """Whether uploads depend on this thread, so that it cannot wait for them."""
-        return self._mirror is not None and self._mirror.is_busy_here()
+        return self._mirror.is_busy_here()

@@ -309,7 +309,6 @@ def _batches(counts: Any) -> int:
     return sum(one for one in counts if type(one) is int) if isinstance(counts, list) else 0
 
 
-_USED, _UNUSED = 5.0, 0.3  # seconds until a namespace's use is checked again
 _ABOUT_TO_WRITE = 1.0  # seconds
 _UNKNOWN = 1 << 62
 _SIZES = 64  # most heads read in one look
@@ -328,7 +327,6 @@ class Downloads:
         self._budget = budget
         self._here: set[Transfer] = set()  # at the last look
         self._been_here: set[Transfer] = set()  # segments that were ever here, or are damaged in the bucket
-        self._asked: dict[str, tuple[float, bool]] = {}  # until when, and whether it is in use
         self._not_before = 0.0
 
     def note(self, contents: list[Contents]) -> None:
@@ -351,7 +349,7 @@ class Downloads:
         for one in contents:
             begun = {info.name.removesuffix(PART) for info in one.parts}
             some = [transfer for transfer in absent(one) if transfer not in self._been_here]
-            if some and self._is_used(one.namespace):
+            if some and in_use(self._directory, one.namespace) is not False:
                 for transfer in sorted(some, key=lambda transfer: transfer.name not in begun):
                     opened += 1
                     size = 0 if transfer.name in begun else self._size(transfer)
@@ -370,14 +368,6 @@ class Downloads:
                 self._been_here.discard(transfer)
         except (OSError, DamagedError):  # it was dropped meanwhile
             pass
-
-    def _is_used(self, namespace: str) -> bool:
-        """Whether a process uses a namespace."""
-        until, is_used = self._asked.get(namespace, (0.0, False))
-        if time.monotonic() >= until:
-            is_used = in_use(self._directory, namespace) is not False
-            self._asked[namespace] = time.monotonic() + (_USED if is_used else _UNUSED), is_used
-        return is_used
 
     def _size(self, transfer: Transfer) -> int:
         """Bytes of a segment, as its head says."""

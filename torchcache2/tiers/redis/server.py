@@ -290,11 +290,6 @@ class _Limits(NamedTuple):
         free = free_memory(torch.device("cpu"))
         return cls(repr(capacity), parse_size("capacity_per_node", capacity, free=free), policy)
 
-    def differs(self, other: _Limits) -> bool:
-        """Whether two requests differ; equal shares of free memory, which changes, are equal."""
-        is_same = self.asked == other.asked or self.capacity == other.capacity
-        return not is_same or self.policy != other.policy
-
 
 def _running(guard: str, file: Descriptor, limits: _Limits) -> Server | None:
     """The server named in the file if it runs; from then on this process keeps it alive."""
@@ -308,7 +303,9 @@ def _running(guard: str, file: Descriptor, limits: _Limits) -> Server | None:
     if not answers(server):
         let_go(guard)
         return None
-    if limits.differs(its):
+    # Equal shares of free memory, which changes, are equal.
+    is_same = limits.asked == its.asked or limits.capacity == its.capacity
+    if not is_same or limits.policy != its.policy:
         logger.info(
             "the Redis server of this job already runs with capacity_per_node=%s (%s) and policy=%r, so "
             "capacity_per_node=%s, policy=%r are ignored",
@@ -454,8 +451,7 @@ def _quoted(path: str) -> str:
 class _Held:
     """The files that this process has locked; forked children share the locks."""
 
-    files: ClassVar[dict[str, Descriptor]] = {}
-    exits: ClassVar[dict[str, AtExit]] = {}
+    files: ClassVar[dict[str, tuple[Descriptor, AtExit]]] = {}
 
 
 def hold(servers: Servers) -> None:
@@ -469,17 +465,15 @@ def hold_file(path: str) -> bool:
     file = _locked(path, exclusive=False)
     if file is None:
         return False
-    _Held.files[path] = file  # closes the file before only now; it may be an earlier server's
-    if path not in _Held.exits:
-        _Held.exits[path] = AtExit(partial(_leave, path), _EXIT_PRIORITY)
+    let_go(path)  # only now; it may be an earlier server's file
+    _Held.files[path] = file, AtExit(partial(_leave, path), _EXIT_PRIORITY)
     return True
 
 
 def let_go(path: str) -> None:
     """Stop keeping a file's server alive."""
-    _Held.files.pop(path, None)
-    if (at_exit := _Held.exits.pop(path, None)) is not None:
-        at_exit.cancel()
+    if (held := _Held.files.pop(path, None)) is not None:
+        held[1].cancel()
 
 
 def _leave(path: str) -> None:
