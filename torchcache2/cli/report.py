@@ -106,7 +106,7 @@ def printable(text: str) -> str:
 _ANY = 2**63  # no limit on bytes of a row, as only the index is read
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Namespace:
     """Facts about a namespace, for the commands."""
 
@@ -114,15 +114,15 @@ class Namespace:
     name: str  # of the class or function; "?" if its ``fingerprint.json`` does not say
     dataset: dict[str, Any] | None  # for a dataset: its description, and the share that is filled
     segments: int
-    unreadable: int  # segments that could not be opened; the next four are about the others
-    rows: int
-    row_bytes: int  # as they are in memory
-    stored_bytes: int
-    codecs: dict[str, int]  # segments by codec
     nbytes: int  # of all files
     created: float | None  # seconds since the epoch, as the next
     last_used: float | None
     in_use: bool | None  # by a living process; None if unknown
+    unreadable: int = 0  # segments that could not be opened; the next four are about the others
+    rows: int = 0
+    row_bytes: int = 0  # as they are in memory
+    stored_bytes: int = 0
+    codecs: dict[str, int] = dataclasses.field(default_factory=dict)  # segments by codec
 
     @property
     def ratio(self) -> float | None:
@@ -171,9 +171,19 @@ def existing(path: str, fs: FileSystem) -> CacheDirectory:
 
 def namespace(directory: CacheDirectory, contents: Contents) -> Namespace:
     """Collect facts about a namespace from the indices of its segments, without reading rows."""
-    rows = row_bytes = stored = unreadable = 0
-    codecs: collections.Counter[str] = collections.Counter()
-    dataset, keys = _dataset(directory.fingerprint(contents.namespace).get("dataset")), list[Array]()
+    described = directory.fingerprint(contents.namespace)
+    dataset, keys = _dataset(described.get("dataset")), list[Array]()
+    facts = Namespace(
+        contents.namespace,
+        name(directory, contents.namespace),
+        dataset,
+        len(contents.segments),
+        contents.nbytes,
+        _created(described.get("created"), contents),
+        contents.last_used or None,
+        # A bucket has no locks, so its users are unknown.
+        None if is_url(directory.path) else in_use(directory, contents.namespace),
+    )
     descriptors = Descriptors(directory.fs)
     for info in contents.segments:
         path = os.path.join(directory.path, contents.namespace, info.name)
@@ -182,34 +192,19 @@ def namespace(directory: CacheDirectory, contents: Contents) -> Namespace:
         except FileNotFoundError:
             continue  # deleted meanwhile
         except (OSError, UnreadableError, OptionError):
-            unreadable += 1
+            facts.unreadable += 1
             continue
-        rows += len(segment)
+        facts.rows += len(segment)
         if dataset is not None and segment.keys is not None:
             keys.append(segment.keys)
         for schema, which in segment.schemas(np.arange(len(segment))):
-            row_bytes += schema.row_bytes * len(which)
-        stored += segment.nbytes
-        codecs[segment.layout.codec] += 1
+            facts.row_bytes += schema.row_bytes * len(which)
+        facts.stored_bytes += segment.nbytes
+        facts.codecs[segment.layout.codec] = facts.codecs.get(segment.layout.codec, 0) + 1
     if dataset is not None:
         length = dataset["length"]  # 1.0 only if all samples are there
         dataset["filled"] = None if length is None else math.floor(1e4 * filled(length, keys)) / 1e4
-    return Namespace(
-        id=contents.namespace,
-        name=name(directory, contents.namespace),
-        dataset=dataset,
-        segments=len(contents.segments),
-        unreadable=unreadable,
-        rows=rows,
-        row_bytes=row_bytes,
-        stored_bytes=stored,
-        nbytes=contents.nbytes,
-        codecs=dict(sorted(codecs.items())),
-        created=_created(directory.fingerprint(contents.namespace).get("created"), contents),
-        last_used=contents.last_used or None,
-        # A bucket has no locks, so its users are unknown.
-        in_use=None if is_url(directory.path) else in_use(directory, contents.namespace),
-    )
+    return facts
 
 
 def name(directory: CacheDirectory, namespace: str) -> str:

@@ -145,7 +145,7 @@ def test_a_row_that_is_on_its_way_while_it_is_dropped_is_gone_afterwards(server,
             assert begun.wait(10)
             dropper = threading.Thread(target=tier.drop, args=(NAMESPACES[0],))
             dropper.start()
-            wait_until(lambda: (tier._places(keys_of([1, 2])) < 0).all())
+            wait_until(lambda: tier._unsent(keys_of([1, 2])) == [None, None])
             go_on.set()
             dropper.join(10)
             assert not dropper.is_alive()

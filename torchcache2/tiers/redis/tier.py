@@ -18,7 +18,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from torchcache2.core.keys import Flags, Keys, Positions
+from torchcache2.core.keys import Flags, Keys
 from torchcache2.core.memory import with_ordinary_tensors
 from torchcache2.core.places import Servers
 from torchcache2.core.process import ProcessLock, holds
@@ -129,10 +129,21 @@ class RedisTier(Tier):
         try:
             if self._closed or len(keys) == 0:
                 return Found([])
-            parts, missing = self._unsent(keys)
-            if missing.any():
-                wanted = np.flatnonzero(missing)
-                parts += [(wanted[where], rows) for where, rows in self._received(keys.take(wanted))]
+            unsent, wanted, parts = dict[Pending, list[tuple[int, int]]](), list[int](), Parts()
+            for position, place in enumerate(self._unsent(keys)):
+                if place is None:
+                    wanted.append(position)
+                else:
+                    unsent.setdefault(place[0], []).append((position, place[1]))
+            for pending, pairs in unsent.items():
+                positions, rows = np.array(pairs, np.int64).T
+                for schema, which in pending.schemas(rows):
+                    columns = empty_columns(schema, len(which))
+                    pending.read(rows[which], columns, np.arange(len(which)))
+                    parts.append((positions[which], rows_of(schema, columns, len(which))))
+            if wanted:
+                asked = np.array(wanted)
+                parts += [(asked[where], rows) for where, rows in self._received(keys.take(asked))]
             return Found(merged(parts))
         except Exception as error:  # such as a lack of memory; a fault is a miss
             self._fault(error)
@@ -144,7 +155,7 @@ class RedisTier(Tier):
         try:
             if self._closed:
                 return here
-            here = self._places(keys) >= 0
+            here = np.array([place is not None for place in self._unsent(keys)])
             asked = np.flatnonzero(~here)
             if len(asked):
                 keys = keys.take(asked)
@@ -273,7 +284,7 @@ class RedisTier(Tier):
         """Queue rows that are not queued yet; returns how many, and the queue."""
         with self._lock():
             queue = self._begin()
-            absent = np.flatnonzero(self._places(keys) < 0)
+            absent = np.flatnonzero([place is None for place in self._unsent(keys)])
             if self._closed or len(absent) == 0:
                 return 0, queue
             if len(absent) < len(keys):
@@ -289,35 +300,12 @@ class RedisTier(Tier):
                 raise
         return len(keys), queue
 
-    def _places(self, keys: Keys) -> Positions:
-        """The number of the unsent segment with the row of each key, int64 ``(n,)``; -1: there is none."""
+    def _unsent(self, keys: Keys) -> list[tuple[Pending, int] | None]:
+        """The unsent segment and the row in it of each key."""
         with self._lock():
             self._begin()
             where = self._where.get(keys.namespace)
-            if not where:
-                return np.full(len(keys), -1)
-            found = map(where.get, split(keys.data))
-            return np.array([-1 if place is None else place[0].number for place in found], np.int64)
-
-    def _unsent(self, keys: Keys) -> tuple[Parts, Flags]:
-        """The queued rows of these keys, in fresh memory, and whether each key has none."""
-        found: dict[Pending, list[tuple[int, int]]] = {}
-        missing = np.ones(len(keys), bool)
-        with self._lock():
-            self._begin()
-            where = self._where.get(keys.namespace)
-            for position, key in enumerate(split(keys.data) if where else ()):
-                if (place := where.get(key)) is not None:  # type: ignore[union-attr]
-                    found.setdefault(place[0], []).append((position, place[1]))
-        parts = []
-        for pending, pairs in found.items():
-            positions, rows = np.array(pairs, np.int64).T
-            missing[positions] = False
-            for schema, which in pending.schemas(rows):
-                columns = empty_columns(schema, len(which))
-                pending.read(rows[which], columns, np.arange(len(which)))
-                parts.append((positions[which], rows_of(schema, columns, len(which))))
-        return parts, missing
+            return list(map(where.get, split(keys.data))) if where else [None] * len(keys)
 
     def _drop_unsent(self, namespace: bytes) -> list[Pending]:
         """Forget the queued rows of a namespace; returns their segments. Call with the lock."""
@@ -330,7 +318,8 @@ class RedisTier(Tier):
     def _once_sent(self, keys: Keys, function: Callable[[Keys], None]) -> None:
         """Call a function with all of these keys, and with those of unsent rows only once these are sent."""
         with self._lock():
-            numbers = self._places(keys)
+            places = self._unsent(keys)
+            numbers = np.array([-1 if place is None else place[0].number for place in places])
             waits = numbers >= 0
             for number in np.unique(numbers[waits]).tolist():
                 some = keys.take(np.flatnonzero(numbers == number))
