@@ -251,7 +251,7 @@ def _rm(
 ) -> None:
     """Delete namespaces. Files that are not the cache's stay."""
     if bool(namespaces) == everything:
-        raise OptionError("expected namespaces after DIR, or --all, and not both")
+        raise OptionError("expected namespaces after DIR, as `torchcache2 ls DIR` prints them, or --all")
     from torchcache2.cli import report
     from torchcache2.files.removal import remove_namespace
 

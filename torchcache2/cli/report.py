@@ -165,7 +165,9 @@ def existing(path: str, fs: FileSystem) -> CacheDirectory:
     except OptionError:
         raise OptionError(f"{path!r} is not a cache directory: it has no {TAG} of torchcache2") from None
     if TAG not in names and not directory.scan():
-        raise OptionError(f"{path!r} is not a cache directory: it has neither {TAG} nor a namespace")
+        if is_url(path):
+            raise OptionError(f"{path!r} is not a cache directory: it has neither {TAG} nor a namespace")
+        raise OptionError(f"{path!r} is empty: no cache has written to it yet")  # else `check` raises
     return directory
 
 
