@@ -132,10 +132,9 @@ class Guard:
         self._large = [(one, size, content(one, size)) for one, size in zip(left, most, strict=True)]
         self.has_large = len(left) > 0
         largest = ordered[len(small) :][-_MOST_SIZED:]
-        arrays = [np.asarray(one) for one in largest if isinstance(one, np.ndarray)]
-        self._ends = [end for one in arrays for end in _ends(one)]
+        self._arrays = [one for one in largest if isinstance(one, np.ndarray)]
         self._plain = [one for one in largest if type(one) in _DIRECT]
-        self._sized = [one for one in largest if type(one) not in (*_DIRECT, np.ndarray)]
+        self._sized = [one for one in largest if type(one) not in _DIRECT]
         self._outline = self._outlined()
 
     def same(self, root: Any) -> bool:
@@ -202,7 +201,7 @@ class Guard:
 
     def _outlined(self) -> list[Any]:
         """The sizes of larger containers, and the bytes at both ends of larger arrays."""
-        return [*map(len, self._plain), *map(size_of, self._sized), *map(np.ndarray.tobytes, self._ends)]
+        return [*map(len, self._plain), *map(size_of, self._sized), *map(_ends, self._arrays)]
 
     def _small(self) -> list[Any]:
         return [
@@ -286,12 +285,13 @@ def size_of(container: Any) -> int:
     return memoryview(container).nbytes if kind is None else int(kind.__len__(container))
 
 
-def _ends(numbers: Any) -> list[Any]:
-    """Views of the first and the last numbers of an array."""
+def _ends(array: Any) -> bytes:
+    """The first and the last numbers of an array. No view is kept: the array may be resized."""
+    numbers = np.asarray(array)
     if numbers.dtype.hasobject or not numbers.size or not numbers.ndim:
-        return []
-    rows = [numbers[(place,) * (numbers.ndim - 1)] for place in (0, -1)]
-    return [rows[0][:_ENDS], rows[1][-_ENDS:]]
+        return b""
+    first, last = (numbers[(place,) * (numbers.ndim - 1)] for place in (0, -1))
+    return first[:_ENDS].tobytes() + last[-_ENDS:].tobytes()
 
 
 def content(container: Any, most: int = _LARGE) -> tuple[Any, ...]:
