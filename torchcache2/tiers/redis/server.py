@@ -36,7 +36,7 @@ from torchcache2.core.sizes import Size, free_memory, parse_size, size_text
 from torchcache2.files.filesystem import Descriptor, FileSystem
 from torchcache2.tiers.meeting import JOB, is_at, is_own, job_name, machine, own_folder
 from torchcache2.tiers.redis import watcher
-from torchcache2.tiers.shared.lock import LockTimeoutError, NodeLock
+from torchcache2.tiers.shared.job import LockTimeoutError, NodeLock
 from torchcache2.tiers.shared.region import start_time
 
 _EXIT_PRIORITY = 0
