@@ -30,13 +30,13 @@ from tests.helpers.storage import (
 )
 from torchcache2.core.rows import Rows
 from torchcache2.files import layout
+from torchcache2.files import run as merging
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.layout import HEAD, read_head, write_head
 from torchcache2.tiers.base import Signals
 from torchcache2.tiers.bucket import heads as heads_module
 from torchcache2.tiers.bucket import sparse
 from torchcache2.tiers.bucket.objects import Objects
-from torchcache2.tiers.disk import merging
 from torchcache2.tiers.disk.tier import DiskTier
 
 FS = Unsynced()

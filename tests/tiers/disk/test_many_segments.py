@@ -30,8 +30,8 @@ from tests.helpers.storage import (
     size_of,
 )
 from torchcache2.files.removal import Allowance, make_room
-from torchcache2.tiers.disk.index import Table
 from torchcache2.tiers.disk.tier import DiskTier
+from torchcache2.tiers.index import KeyLocations
 from torchcache2.tiers.unwritten import OwnRows, Slabs
 from torchcache2.tiers.writer import Pace, Writer
 
@@ -53,13 +53,13 @@ class Counting(Watched):
 @pytest.fixture
 def removals(monkeypatch):
     """How many keys each removal from an index was about."""
-    counts, remove = [], Table.remove
+    counts, remove = [], KeyLocations.remove
 
     def counted(self, numbers):
         counts.append(remove(self, numbers))
         return counts[-1]
 
-    monkeypatch.setattr(Table, "remove", counted)
+    monkeypatch.setattr(KeyLocations, "remove", counted)
     return counts
 
 
@@ -176,7 +176,7 @@ def test_a_forked_child_finds_copies_of_what_its_parent_writes(make, path, at_on
 def test_the_table_agrees_with_a_dict():
     """Segments come and go, with keys that others have: a key is where one of them has it, or nowhere."""
     generator = np.random.default_rng(0)
-    table, segments = Table(), {}
+    table, segments = KeyLocations(), {}
     data = np.frombuffer(b"".join(map(key_of, range(200))), np.uint8).reshape(-1, 16)
     for number in range(300):
         chosen = generator.choice(200, generator.integers(1, 60), replace=bool(generator.integers(2)))

@@ -19,11 +19,10 @@ from tests.helpers.storage import (
     size_of,
     warnings_of,
 )
+from torchcache2.files import run as merging
 from torchcache2.files.directory import RUNS
 from torchcache2.files.filesystem import Descriptors, FileSystem
-from torchcache2.files.run import Run
-from torchcache2.tiers.disk import merging
-from torchcache2.tiers.disk.merging import kept_runs
+from torchcache2.files.run import Run, kept_runs
 
 ROWS = 8  # of a segment
 

@@ -17,8 +17,7 @@ from torchcache2.files.errors import AwayError, DamagedError, NewerFormatError
 from torchcache2.files.segment import Columns, Segment, empty_columns, rows_of
 from torchcache2.tiers.bucket.source import BucketSource
 from torchcache2.tiers.disk.health import Health
-from torchcache2.tiers.disk.index import AnySegment, NamespaceIndex, RowLocations
-from torchcache2.tiers.disk.known import Known
+from torchcache2.tiers.disk.index import AnySegment, Known, NamespaceIndex, RowLocations
 
 _TOUCHED_EVERY = 60.0  # seconds
 _ASKED_BESIDE = 8 << 20  # from so many bytes on, ask in a thread

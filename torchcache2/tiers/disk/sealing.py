@@ -1,6 +1,5 @@
 """`Sealing`: queues rows that were put, and writes them as segments of a cache directory.
 
-`AwaitedUploads` waits until the bucket has more of a folder, so that local copies may be deleted.
 `delete_files` deletes the segments of a dropped namespace.
 """
 
@@ -22,75 +21,19 @@ from torchcache2.core.settings import Policy
 from torchcache2.core.version import __version__
 from torchcache2.files.codec import Codec
 from torchcache2.files.directory import MIRROR, CacheDirectory
-from torchcache2.files.filesystem import Descriptor, StrangeFileError, is_read_only, ulid
+from torchcache2.files.filesystem import StrangeFileError, is_read_only, ulid
 from torchcache2.files.layout import HEAD, SEGMENT
 from torchcache2.files.removal import Allowance, Removal, room_after, used_bytes
+from torchcache2.files.run import is_due, write_runs
 from torchcache2.files.segment import Encoded, Segment, encode, write
 from torchcache2.tiers.bucket.source import BucketSource
 from torchcache2.tiers.disk.health import Health
-from torchcache2.tiers.disk.index import NamespaceIndex
-from torchcache2.tiers.disk.known import Known
-from torchcache2.tiers.disk.merging import is_due, write_runs
-from torchcache2.tiers.serialisable import Serialisable
-from torchcache2.tiers.unwritten import OwnRows, Pending, Slabs
+from torchcache2.tiers.disk.index import Known, NamespaceIndex
+from torchcache2.tiers.unwritten import OwnRows, Pending, Serialisable, Slabs
 from torchcache2.tiers.writer import Writer
 
-
-class AwaitedUploads:
-    """The segments of a folder that the bucket lacked when this was made.
-
-    Attributes
-    ----------
-    patience : float
-        Seconds to wait for one of them.
-    silence : float
-        Seconds without a touch of the mirror's file after which no process counts as uploading.
-    pause : float
-        Seconds between polls.
-    """
-
-    patience, silence, pause = 120.0, 10.0, 0.05
-
-    def __init__(self, directory: CacheDirectory) -> None:
-        self._directory = directory
-        self._lacking = self._look()
-        self._had_all = False
-
-    def one_more(self) -> bool:
-        """Wait until the bucket has one more of them, or all; False if no process uploads any more."""
-        begun = heard = time.monotonic()
-        beat = self._beat()
-        while True:
-            before = time.monotonic()
-            lacking = self._look()
-            gone, self._lacking = self._lacking - lacking, lacking
-            # Segments written after `_look` may be uploaded already: so when the bucket has all, the caller
-            # may try to make room once more, but only once.
-            had_all, self._had_all = self._had_all, not lacking
-            if gone or not lacking:
-                return bool(gone) or not had_all
-            now = time.monotonic()
-            if beat != (beat := self._beat()):
-                heard = now
-            if now - heard > self.silence or now - begun > self.patience:
-                return False
-            time.sleep(max(self.pause, 5 * (now - before)))  # a look at many files takes long
-
-    def _look(self) -> set[tuple[str, str]]:
-        """Namespaces and names of the segments that have no head."""
-        lacking: set[tuple[str, str]] = set()
-        for contents in self._directory.scan():
-            heads = {info.name for info in contents.heads}
-            some = [info.name for info in contents.segments if info.name + HEAD not in heads]
-            lacking.update((contents.namespace, name) for name in some)
-        return lacking
-
-    def _beat(self) -> int:
-        """When the mirror last signalled that it uploads."""
-        try:
-            return self._directory.fs.changed(os.path.join(self._directory.path, MIRROR))
-        except OSError:
-            return 0
+# Seconds to wait for room: for one segment to be uploaded, for a touch of the mirror's file, between polls.
+PATIENCE, SILENCE, PAUSE = 120.0, 10.0, 0.05
 
 
 def delete_files(known: Known, health: Health, namespace: bytes) -> None:
@@ -293,21 +236,17 @@ class Sealing:
     def _sealed(self, namespace: bytes, name: str, encoded: Encoded) -> bool:
         """Write a segment; False if there is no room for it."""
         described = self._description(namespace) if self._description is not None else {}
-        extra = 0
-
-        def enter() -> Descriptor | None:
-            nonlocal extra
-            made = self._directory.enter(namespace, described)
-            with contextlib.suppress(OSError):
-                extra = self._fs.size(made) if made is not None else 0  # `enter` may have written it just now
-            return made
-
         for is_last in (False, True):
             if self._temporary and not self._fs.exists(self._directory.path):
                 return False  # its run has ended, so no process would delete it again
             # `held` keeps other processes from deleting the namespace until the segment is written: the cache
             # that put the rows may be closed by now.
-            held = self._known.held(namespace, enter)
+            held, extra = self._known.held(namespace), 0
+            if held is None:
+                held = self._directory.enter(namespace, described)
+                with contextlib.suppress(OSError):
+                    extra = self._fs.size(held) if held is not None else 0  # written just now?
+                self._known.hold(namespace)
             try:
                 with self._one_at_a_time():  # else two threads could use the same room
                     if not self._has_room(encoded.nbytes, extra):
@@ -344,19 +283,51 @@ class Sealing:
         return True
 
     def _room_after(self, size: int) -> int:
-        """The bytes left after writing a segment; negative if it does not fit."""
-        awaited = AwaitedUploads(self._directory) if self._bucket is not None else None
-        while True:
-            room = room_after(
-                self._directory,
-                size,
-                self._budget,
-                lru=self._policy == "lru",
-                mirrored=self._bucket is not None,
-                removed=self._removed,
-            )
-            if room >= 0 or awaited is None or not awaited.one_more():
-                return room
+        """The bytes left after writing a segment; negative if it does not fit.
+
+        In front of a bucket, waits while segments that may then be deleted are uploaded.
+        """
+        room, lacking = self._room_now(size), None
+        begun = heard = time.monotonic()
+        beat = self._beat()
+        while room < 0 and self._bucket is not None and lacking != set():
+            now = time.monotonic()
+            before, lacking = lacking, self._lacking()
+            if before is None or before - lacking:
+                begun, room = now, self._room_now(size)
+                continue
+            if beat != (beat := self._beat()):
+                heard = now
+            if now - heard > SILENCE or now - begun > PATIENCE:
+                break
+            time.sleep(max(PAUSE, 5 * (time.monotonic() - now)))  # a look at many files takes long
+        return room
+
+    def _room_now(self, size: int) -> int:
+        return room_after(
+            self._directory,
+            size,
+            self._budget,
+            lru=self._policy == "lru",
+            mirrored=self._bucket is not None,
+            removed=self._removed,
+        )
 
     def _removed(self, namespace: str, names: list[str]) -> None:
         self.evictions += self._known.remove_files(bytes.fromhex(namespace), names)
+
+    def _lacking(self) -> set[tuple[str, str]]:
+        """Namespaces and names of the segments that have no head: the bucket lacks them."""
+        lacking: set[tuple[str, str]] = set()
+        for contents in self._directory.scan():
+            heads = {info.name for info in contents.heads}
+            some = [info.name for info in contents.segments if info.name + HEAD not in heads]
+            lacking.update((contents.namespace, name) for name in some)
+        return lacking
+
+    def _beat(self) -> int:
+        """When the mirror last signalled that it uploads."""
+        try:
+            return self._fs.changed(os.path.join(self._directory.path, MIRROR))
+        except OSError:
+            return 0

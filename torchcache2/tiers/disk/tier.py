@@ -29,7 +29,7 @@ from torchcache2.files.removal import remove_leftovers, used_bytes
 from torchcache2.tiers.base import Found, Signals, Tier, TierStats
 from torchcache2.tiers.bucket.source import BucketSource
 from torchcache2.tiers.disk.health import Health
-from torchcache2.tiers.disk.known import Known
+from torchcache2.tiers.disk.index import Known
 from torchcache2.tiers.disk.reading import Reader
 from torchcache2.tiers.disk.sealing import Sealing, delete_files
 from torchcache2.tiers.writer import Pace, Writer

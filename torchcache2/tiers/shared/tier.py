@@ -32,8 +32,7 @@ from torchcache2.core.memory import CUDA, Runtime, SpareMemory, to_host, with_or
 from torchcache2.core.process import ProcessLock
 from torchcache2.core.rows import Rows
 from torchcache2.files.errors import UnserialisableError
-from torchcache2.tiers.base import Found, Make, Tier, TierStats, replicas_of
-from torchcache2.tiers.claims import Tally, TierClaim
+from torchcache2.tiers.base import Found, Make, Tally, Tier, TierClaim, TierStats, replicas_of
 from torchcache2.tiers.shared.board import Ticket
 from torchcache2.tiers.shared.job import Job, LockTimeoutError, leave_soon
 from torchcache2.tiers.shared.region import SharingError
@@ -305,10 +304,8 @@ class SharedTier(Tier):
         return TierStats(rows, size, self._tables.evictions, self._corrupt, self._faults)
 
     def counts(self) -> dict[str, int]:
-        """The tier's counts in `CacheStats`, which calls its evictions ``evictions``."""
-        counts = super().counts()
-        counts["evictions"] = counts.pop(f"{self.name}_evictions")
-        return counts | self._claims.tally.counts()
+        """The tier's counts in `CacheStats`."""
+        return super().counts() | self._claims.tally.counts()
 
     def _guarded(self, function: Callable[[], _T]) -> _T | None:
         """Call a function, one thread at a time; None if it fails, or if this process takes no part."""
