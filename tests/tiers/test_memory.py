@@ -49,8 +49,6 @@ def growth(request, monkeypatch):
     if request.param == "chunked":
 
         def chunked(row_bytes, limit, device, runtime, are_remote):
-            if row_bytes == 0:
-                return arena_module._NoColumn(device)
             return arena_module._ChunkedColumn(row_bytes, device, runtime)
 
         monkeypatch.setattr(arena_module, "row_column", chunked)

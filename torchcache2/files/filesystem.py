@@ -20,7 +20,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from torchcache2.core.process import ProcessLock
 from torchcache2.files.errors import DamagedError
@@ -66,130 +66,97 @@ def most_open() -> int:
     return _MOST if limit < 0 else max(_LEAST, min(_MOST, limit // _SHARE))
 
 
-class _Open:
-    """Open files of all tiers of this process, the least recently used first.
-
-    Includes files inherited from a parent, as they are open too.
-    """
-
-    def __init__(self) -> None:
-        self._lock = ProcessLock(threading.RLock)
-        # The garbage collector may change this at any time.
-        self._files: OrderedDict[tuple[object, str], Descriptor] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-    def get(self, owner: object, path: str, *, is_used: bool = True) -> Descriptor | None:
-        with self._lock():
-            file = self._files.get((owner, path))
-            if file is not None and is_used:
-                with contextlib.suppress(KeyError):
-                    self._files.move_to_end((owner, path))
-            return file
-
-    def put(self, owner: object, path: str, file: Descriptor) -> None:
-        with self._lock():
-            self._files[owner, path] = file
-
-    def shrink(self, most: int) -> None:
-        """Close the least recently used files until at most `most` are open."""
-        with self._lock(), contextlib.suppress(KeyError):
-            while len(self._files) > most:
-                self._files.popitem(last=False)
-
-    def pop(self, owner: object, path: str) -> None:
-        with self._lock():
-            self._files.pop((owner, path), None)
-
-    def clear(self, owner: object = None) -> bool:
-        """Close the files of one owner, or all; returns whether there were any."""
-        with self._lock():
-            some = [key for key in list(self._files) if owner is None or key[0] is owner]
-            for key in some:
-                self._files.pop(key, None)
-            return bool(some)
-
-
-class Opener(Protocol):
-    """A file system."""
-
-    def open(self, path: str) -> Descriptor:
-        """Open a file for reading."""
-        ...
+_Files = OrderedDict[tuple[object, str], Descriptor]  # by owner and path, the least recently used first
 
 
 class Descriptors:
     """The open files of one tier, by path."""
 
-    # Shared by all tiers, as the process has one limit.
-    _segments = _Open()
-    _holds = _Open()
+    # Shared by all tiers, as the process has one limit; includes files inherited from a parent, as they are
+    # open too. The garbage collector may change these at any time.
+    _lock = ProcessLock(threading.RLock)
+    _segments: ClassVar[_Files] = OrderedDict()
+    _holds: ClassVar[_Files] = OrderedDict()
 
-    def __init__(self, fs: Opener) -> None:
+    def __init__(self, fs: FileSystem) -> None:
         self._fs = fs
         self._owner = object()
-        self._lock = ProcessLock(threading.RLock)
         self._forgotten = 0
-        weakref.finalize(self, _clear, self._owner).atexit = False
+        weakref.finalize(self, Descriptors._clear, self._owner).atexit = False
 
     @classmethod
     def spare(cls) -> bool:
         """Close all segments or, if none is open, all holds; returns whether there were any."""
-        return cls._segments.clear() or cls._holds.clear()
+        with cls._lock():
+            files = cls._segments or cls._holds
+            had_some = bool(files)
+            files.clear()
+        return had_some
 
     @classmethod
-    def _shrink(cls) -> None:
+    def _clear(cls, owner: object) -> None:
+        """Close the files of one owner."""
+        with cls._lock():
+            for files in (cls._segments, cls._holds):
+                for key in [key for key in list(files) if key[0] is owner]:
+                    files.pop(key, None)
+
+    def _put(self, files: _Files, path: str, file: Descriptor) -> None:
+        """Keep a file open; if too many are, close the least recently used ones."""
         most = most_open()
-        cls._segments.shrink(most)
-        cls._holds.shrink(most)
+        with self._lock(), contextlib.suppress(KeyError):
+            files[self._owner, path] = file
+            for some in (self._segments, self._holds):
+                while len(some) > most:
+                    some.popitem(last=False)
+
+    def _find(self, files: _Files, path: str) -> Descriptor | None:
+        """The file of a path, which counts as just used; None if it is not open."""
+        with self._lock():
+            file = files.get((self._owner, path))
+            with contextlib.suppress(KeyError):
+                files.move_to_end((self._owner, path))
+            return file
 
     def get(self, path: str) -> Descriptor:
         """The file, open for reading; it stays open as long as it is referenced."""
-        file = self._segments.get(self._owner, path)
+        file = self._find(self._segments, path)
         if file is not None:
             return file
         before = self._forgotten
         file = self._fs.open(path)
         with self._lock():
             if self._forgotten == before:  # else the file may have been deleted since
-                self._segments.put(self._owner, path, file)
-        self._shrink()
+                self._put(self._segments, path, file)
         return file
 
     def forget(self, path: str) -> None:
         """Close a file once no thread reads it any more."""
         with self._lock():
             self._forgotten += 1
-            self._segments.pop(self._owner, path)
+            self._segments.pop((self._owner, path), None)
 
     def clear(self) -> None:
         """Close all."""
         with self._lock():
             self._forgotten += 1
-            _clear(self._owner)
+            self._clear(self._owner)
 
     def may_hold(self, path: str) -> bool:
         """Whether a file can be held without closing another hold."""
-        return self.held(path, is_used=False) is not None or len(self._holds) < most_open()
+        return (self._owner, path) in self._holds or len(self._holds) < most_open()
 
     def hold(self, path: str, file: Descriptor) -> None:
         """Keep a file open until `let_go`, or until too many are."""
-        self._holds.put(self._owner, path, file)
-        self._shrink()
+        self._put(self._holds, path, file)
 
     def held(self, path: str, *, is_used: bool = True) -> Descriptor | None:
         """The held file of this path, if any; with `is_used`, mark it as just used."""
-        return self._holds.get(self._owner, path, is_used=is_used)
+        return self._find(self._holds, path) if is_used else self._holds.get((self._owner, path))
 
     def let_go(self, path: str) -> None:
         """No longer hold a file."""
-        self._holds.pop(self._owner, path)
-
-
-def _clear(owner: object) -> None:
-    Descriptors._segments.clear(owner)
-    Descriptors._holds.clear(owner)
+        self._holds.pop((self._owner, path), None)
 
 
 try:

@@ -76,14 +76,6 @@ def is_own(path: str) -> bool:
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
-def is_at(file: Descriptor, path: str) -> bool:
-    """Whether `path` still names this open file."""
-    try:
-        return os.path.samestat(os.fstat(file.number), os.stat(path))
-    except FileNotFoundError:
-        return False
-
-
 _EXIT_PRIORITY = 0  # below the writer's, which writes into the folder first
 _PREFIX = "torchcache2-"
 _CACHE = "cache"

@@ -267,31 +267,6 @@ class _ChunkedColumn(Column):
             yield size
 
 
-class _NoColumn(Column):
-    """A column of rows without bytes."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(0)
-        self._device = device
-        self.capacity = np.iinfo(np.int64).max
-
-    @property
-    def memory(self) -> Sequence[Tensor]:
-        return []
-
-    def shrink(self, rows: int) -> None:
-        pass
-
-    def write(self, first: int, values: Tensor) -> None:
-        pass
-
-    def move(self, source: Ordinals, target: Ordinals) -> None:
-        pass
-
-    def gather(self, ordinals: Ordinals, dtype: torch.dtype = torch.uint8) -> Tensor:
-        return torch.empty((len(ordinals), 0), dtype=dtype, device=self._device)
-
-
 def host_column(row_bytes: int, limit: int, runtime: Runtime | None = None) -> Column:
     """A column on the host of at most `limit` bytes."""
     if hasattr(mmap, "MAP_ANONYMOUS") and hasattr(mmap, "MADV_DONTNEED"):
@@ -302,9 +277,7 @@ def host_column(row_bytes: int, limit: int, runtime: Runtime | None = None) -> C
 def row_column(
     row_bytes: int, limit: int, device: torch.device, runtime: Runtime, are_remote: bool
 ) -> Column:
-    """A column of rows of any size on any device; for `are_remote`, see `Arena`."""
-    if row_bytes == 0:
-        return _NoColumn(device)
+    """A column on any device; for `are_remote`, see `Arena`."""
     if device.type == "cpu":
         return host_column(row_bytes, limit, runtime if are_remote else None)
     return _ChunkedColumn(row_bytes, device, runtime)
@@ -329,7 +302,9 @@ class Arena:
         self.schema = schema
         self.device = device
         self._order = StreamOrder(device, runtime)
-        sizes = [leaf.row_bytes for leaf in schema.leaves]
+        # Leaves without bytes have no column.
+        self._leaves = [number for number, leaf in enumerate(schema.leaves) if leaf.row_bytes]
+        sizes = [schema.leaves[number].row_bytes for number in self._leaves]
         self._columns = [row_column(size, limit, device, runtime, are_remote) for size in sizes]
         self._keys, self._ticks = host_column(16, limit), host_column(8, limit)
         self._all = [*self._columns, self._keys, self._ticks]
@@ -405,28 +380,31 @@ class Arena:
         ordinal = self._index.find_one(low, high) if self.device.type == "cpu" else -1
         if ordinal < 0:
             return None
-        count, row = len(self), list[memoryview]()
-        for column in self._columns:
-            data = column.view(count)[ordinal].numpy().data if column.row_bytes else memoryview(bytearray())
-            row.append(data)
+        count, row = len(self), [memoryview(bytearray())] * len(self.schema.leaves)
+        for leaf, column in zip(self._leaves, self._columns, strict=True):
+            row[leaf] = column.view(count)[ordinal].numpy().data
         return ordinal, row
 
     def gather(self, ordinals: Ordinals) -> Rows:
         """A copy of the rows with these ordinals, in their order."""
-        columns = []
+        columns, gathered = [], iter(self._columns)
         with self._in_order() if self._order.is_needed else contextlib.nullcontext():
-            for leaf, column in zip(self.schema.leaves, self._columns, strict=True):
-                picked = column.gather(ordinals, leaf.stored)
-                is_flat = len(leaf.shape) == 1
-                columns.append(picked if is_flat else picked.view(len(ordinals), *leaf.stored_shape))
+            for leaf in self.schema.leaves:
+                shape = len(ordinals), *leaf.stored_shape
+                if not leaf.row_bytes:
+                    columns.append(torch.empty(shape, dtype=leaf.stored, device=self.device))
+                    continue
+                picked = next(gathered).gather(ordinals, leaf.stored)
+                columns.append(picked if len(leaf.shape) == 1 else picked.view(shape))
         return Rows(self.schema, columns, len(ordinals))
 
     def append(self, keys: Bytes2D, rows: Rows, tick: int) -> None:
         """Add rows under new, distinct keys; the caller has made `room` for them."""
         first, count = len(self), len(rows)
         with self._in_order():
-            for column, values in zip(self._columns, rows.laid_out_as(self.schema).columns, strict=True):
-                column.write(first, values)
+            columns = rows.laid_out_as(self.schema).columns
+            for leaf, column in zip(self._leaves, self._columns, strict=True):
+                column.write(first, columns[leaf])
         self._ticks.write(first, torch.full((count,), tick, device="cpu"))
         # Last, so that no key is ever without its row.
         self._index.add(keys.view("<u8"))

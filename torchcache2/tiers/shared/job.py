@@ -25,7 +25,7 @@ import numpy as np
 from torchcache2.core.keys import Array
 from torchcache2.core.process import place
 from torchcache2.files.filesystem import Descriptor, FileSystem
-from torchcache2.tiers.meeting import JOB, is_at, job_name, machine, own_folder
+from torchcache2.tiers.meeting import JOB, job_name, machine, own_folder
 from torchcache2.tiers.shared.board import Board
 from torchcache2.tiers.shared.region import Region, SharingError, is_alive, start_time
 
@@ -124,7 +124,7 @@ class Job:
     def __init__(self, name: bytes, budget: int, folder: str | None = None) -> None:
         if not hasattr(os, "memfd_create") or not os.path.exists("/proc/self/fd"):
             raise SharingError("memory can be shared on Linux only, where /proc is mounted")
-        self._name, self._budget = name, budget
+        self._fs, self._name, self._budget = FileSystem(), name, budget
         self.launch = job_name({**os.environ, JOB: ""})
         self.rank = place().rank
         path = os.path.join(tempfile.gettempdir(), _FOLDER.format(os.getuid()))
@@ -167,7 +167,7 @@ class Job:
             file = Descriptor(os.open(self._path, flags, 0o600))
             self.lock = NodeLock(file)
             with self.lock():
-                if not is_at(file, self._path):
+                if not self._fs.same(file, self._path):
                     continue  # the last one has just left
                 inode = os.fstat(file.number).st_ino
                 regions = (self._opened(line, inode) for line in self._listed().tolist())
@@ -223,8 +223,8 @@ def leave_soon(job: Job) -> None:
 
 
 def _remove_if_dead(path: str) -> None:
-    file = Descriptor(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW))
-    if FileSystem().lock(file, exclusive=True):
+    fs, file = FileSystem(), Descriptor(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW))
+    if fs.lock(file, exclusive=True):
         lines = np.frombuffer(os.read(file.number, 1 << 20), np.int64).reshape(-1, 4).tolist()
-        if is_at(file, path) and not any(is_alive(pid, start) for pid, start, *_ in lines):
+        if fs.same(file, path) and not any(is_alive(pid, start) for pid, start, *_ in lines):
             os.unlink(path)
