@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
+import resource
 import secrets
 import stat
 import threading
@@ -24,12 +26,6 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from torchcache2.core.process import ProcessLock
 from torchcache2.files.errors import DamagedError
-
-try:
-    import resource
-except ImportError:  # not a POSIX system
-    resource = None  # type: ignore[assignment]
-
 
 _SHARE = 8  # of the process's limit: 1/8 for segments, 1/8 for holds
 _LEAST, _MOST = 4, 512
@@ -60,8 +56,6 @@ def _nothing(number: int) -> None:
 
 def most_open() -> int:
     """How many segments, and how many holds, may be open now: a process's limit may change."""
-    if resource is None:
-        return _MOST
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return _MOST if limit < 0 else max(_LEAST, min(_MOST, limit // _SHARE))
 
@@ -159,19 +153,11 @@ class Descriptors:
         self._holds.pop((self._owner, path), None)
 
 
-try:
-    import fcntl
-except ImportError:  # not a POSIX system
-    fcntl = None  # type: ignore[assignment]
-
-
 _MOST_BUFFERS = 1024  # per call: Linux's IOV_MAX
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 _TOO_MANY_OPEN = (errno.EMFILE, errno.ENFILE)
 # Non-blocking: opening a pipe without a writer, or a terminal, could wait forever.
-_READING = (
-    os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
-)
+_READING = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 T = TypeVar("T")
 
 
@@ -246,12 +232,12 @@ class FileSystem:
 
     def create(self, path: str) -> Descriptor:
         """Create a file for writing, with the umask's permissions; it must not exist."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         return _opened(lambda: Descriptor(os.open(path, flags, 0o666)))
 
     def edit(self, path: str) -> Descriptor:
         """Open a file that exists for reading and writing."""
-        return _opened(lambda: Descriptor(os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))))
+        return _opened(lambda: Descriptor(os.open(path, os.O_RDWR | os.O_CLOEXEC)))
 
     def size(self, file: Descriptor) -> int:
         """Bytes of an open file."""
@@ -287,7 +273,7 @@ class FileSystem:
 
     def sync_folder(self, path: str) -> None:
         """Return once the names in a folder are on disk."""
-        file = _opened(lambda: Descriptor(os.open(path, _READING | getattr(os, "O_DIRECTORY", 0))))
+        file = _opened(lambda: Descriptor(os.open(path, _READING | os.O_DIRECTORY)))
         try:
             os.fsync(file.number)
         except OSError as error:
@@ -299,8 +285,6 @@ class FileSystem:
 
         False if another process has locked it; None if the file system has no locks.
         """
-        if fcntl is None:
-            return None
         try:
             fcntl.flock(file.number, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -313,9 +297,8 @@ class FileSystem:
 
     def unlock(self, file: Descriptor) -> None:
         """Release a lock at once, even if a forked child has the file open too."""
-        if fcntl is not None:
-            with contextlib.suppress(OSError):
-                fcntl.flock(file.number, fcntl.LOCK_UN)
+        with contextlib.suppress(OSError):
+            fcntl.flock(file.number, fcntl.LOCK_UN)
 
     def rename(self, old: str, new: str) -> None:
         """Rename a file, replacing one of the new name."""

@@ -170,7 +170,7 @@ def _delete(top: str) -> None:
 
 def _is_scratch(fs: FileSystem, top: str) -> bool:
     """Whether a folder was made by a run of this user, and has no other content."""
-    if hasattr(os, "getuid") and os.lstat(top).st_uid != os.getuid():
+    if os.lstat(top).st_uid != os.getuid():
         return False
     listing = {info.name: info.is_folder for info in fs.listing(top)}
     is_known = listing in ({_ALIVE: False}, {_ALIVE: False, _CACHE: True})

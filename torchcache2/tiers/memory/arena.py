@@ -43,7 +43,10 @@ _UNIT, _LARGE_UNIT, _LARGE = 512, 2 << 20, 10 << 20
 
 
 class Column:
-    """Rows of `row_bytes` bytes each in ordinary memory of the host; growing moves them.
+    """Rows of `row_bytes` bytes each in memory of the host.
+
+    A small column takes just its bytes, as there may be thousands, and growing moves them. Once it is large,
+    it moves to reserved address space, takes whole pages, and resizes in place.
 
     Attributes
     ----------
@@ -54,32 +57,58 @@ class Column:
     With the `runtime` of an accelerator, rows are gathered into page-locked memory.
     """
 
-    def __init__(self, row_bytes: int, runtime: Runtime | None = None) -> None:
+    def __init__(self, row_bytes: int, limit: int = 0, runtime: Runtime | None = None) -> None:
         self.row_bytes = row_bytes
-        self.capacity = 0
+        self.capacity = self._committed = 0
+        self._limit = max(_PAGE, -(-limit // _PAGE) * _PAGE)
         self._runtime = runtime
-        self._hold(self._allocate(0), 0)
+        self._map: mmap.mmap | None = None
+        self._hold(torch.empty((0, row_bytes), dtype=torch.uint8, device="cpu"), 0)
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
-        return self.capacity * self.row_bytes
+        return self.capacity * self.row_bytes if self._map is None else self._committed
 
     def cost(self, rows: int) -> int:
         """Peak bytes of making room for `rows` rows in all."""
-        return rows * self.row_bytes if rows > self.capacity else 0
+        if rows <= self.capacity:
+            return 0
+        if self._map is None and not self._is_large(rows):
+            return rows * self.row_bytes
+        return self._pages(rows) - self._committed
 
     def grow(self, rows: int) -> None:
         """Make room for `rows` rows in all."""
-        if rows > self.capacity:
-            data = self._allocate(rows)
+        if rows <= self.capacity:
+            return
+        if self._map is None and self._is_large(rows):
+            self._reserve()
+        if self._map is None:
+            data = torch.empty((rows, self.row_bytes), dtype=torch.uint8, device="cpu")
             data[: self.capacity] = self._data
             self._hold(data, rows)
+            return
+        size = self._pages(rows)
+        if size > self._limit:
+            raise MemoryError(f"{size} bytes in a column limited to {self._limit}")
+        if size - self._committed >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+            self._map.madvise(mmap.MADV_HUGEPAGE, self._committed, size - self._committed)
+        self._committed, self.capacity = size, size // self.row_bytes
 
     def shrink(self, rows: int) -> None:
         """Free the memory behind the first `rows` rows."""
-        if rows < self.capacity:
-            self._hold(self._data[:rows].clone(), rows)
+        if self._map is None:
+            if rows < self.capacity:
+                self._hold(self._data[:rows].clone(), rows)
+            return
+        size = self._pages(rows)
+        if size < self._committed:
+            self._map.madvise(mmap.MADV_DONTNEED, size, self._committed - size)
+            if hasattr(mmap, "MADV_NOHUGEPAGE"):
+                # Otherwise a huge page that begins before this range could cover it again.
+                self._map.madvise(mmap.MADV_NOHUGEPAGE, size, self._committed - size)
+            self._committed, self.capacity = size, size // self.row_bytes
 
     def view(self, rows: int) -> Tensor:
         """The first rows, uint8 of shape ``(rows, row_bytes)``."""
@@ -110,62 +139,11 @@ class Column:
     def _hold(self, data: Tensor, rows: int) -> None:
         self._data, self._array, self.capacity = data, data.numpy(), rows
 
-    def _allocate(self, rows: int) -> Tensor:
-        return torch.empty((rows, self.row_bytes), dtype=torch.uint8, device="cpu")
-
-
-class _ReservedColumn(Column):
-    """A column that moves to reserved address space once it is large, and then resizes in place.
-
-    A large column takes whole pages. There may be thousands of small ones, so each takes just its bytes.
-    """
-
-    def __init__(self, row_bytes: int, limit: int, runtime: Runtime | None = None) -> None:
-        self._committed = 0
-        self._limit = max(_PAGE, -(-limit // _PAGE) * _PAGE)
-        self._map: mmap.mmap | None = None
-        super().__init__(row_bytes, runtime)
-
-    @property
-    def nbytes(self) -> int:
-        return self._committed if self._map is not None else super().nbytes
-
-    def cost(self, rows: int) -> int:
-        if self._map is not None:
-            return max(0, self._pages(rows) - self._committed)
-        return self._pages(rows) if self._is_large(rows) else super().cost(rows)
-
-    def grow(self, rows: int) -> None:
-        if self._map is None and self._is_large(rows):
-            self._reserve()
-        if self._map is None:
-            super().grow(rows)
-            return
-        size = self._pages(rows)
-        if size > self._limit:
-            raise MemoryError(f"{size} bytes in a column limited to {self._limit}")
-        if size > self._committed:
-            if size - self._committed >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
-                self._map.madvise(mmap.MADV_HUGEPAGE, self._committed, size - self._committed)
-            self._committed, self.capacity = size, size // self.row_bytes
-
-    def shrink(self, rows: int) -> None:
-        if self._map is None:
-            super().shrink(rows)
-            return
-        size = self._pages(rows)
-        if size < self._committed:
-            self._map.madvise(mmap.MADV_DONTNEED, size, self._committed - size)
-            if hasattr(mmap, "MADV_NOHUGEPAGE"):
-                # Otherwise a huge page that begins before this range could cover it again.
-                self._map.madvise(mmap.MADV_NOHUGEPAGE, size, self._committed - size)
-            self._committed, self.capacity = size, size // self.row_bytes
-
     def _pages(self, rows: int) -> int:
         return -(-rows * self.row_bytes // _PAGE) * _PAGE
 
     def _is_large(self, rows: int) -> bool:
-        return rows > self.capacity and rows * self.row_bytes > self._limit // _MOST_MAPPED
+        return rows * self.row_bytes > self._limit // _MOST_MAPPED
 
     def _reserve(self) -> None:
         """Move to reserved address space, unless the system has none; `grow` then commits its pages."""
@@ -184,7 +162,7 @@ class _ChunkedColumn(Column):
     """Rows on a device in chunks that never move; the column grows and shrinks by whole chunks."""
 
     def __init__(self, row_bytes: int, device: torch.device, runtime: Runtime) -> None:
-        super().__init__(row_bytes, runtime)
+        super().__init__(row_bytes, runtime=runtime)
         self._device = device
         self._chunks: list[Tensor] = []  # contiguous, uint8 of shape (rows, row_bytes)
         self._starts: Ordinals = np.empty(0, np.int64)  # first row of each chunk
@@ -267,19 +245,12 @@ class _ChunkedColumn(Column):
             yield size
 
 
-def host_column(row_bytes: int, limit: int, runtime: Runtime | None = None) -> Column:
-    """A column on the host of at most `limit` bytes."""
-    if hasattr(mmap, "MAP_ANONYMOUS") and hasattr(mmap, "MADV_DONTNEED"):
-        return _ReservedColumn(row_bytes, limit, runtime)
-    return Column(row_bytes, runtime)
-
-
 def row_column(
     row_bytes: int, limit: int, device: torch.device, runtime: Runtime, are_remote: bool
 ) -> Column:
     """A column on any device; for `are_remote`, see `Arena`."""
     if device.type == "cpu":
-        return host_column(row_bytes, limit, runtime if are_remote else None)
+        return Column(row_bytes, limit, runtime if are_remote else None)
     return _ChunkedColumn(row_bytes, device, runtime)
 
 
@@ -306,7 +277,7 @@ class Arena:
         self._leaves = [number for number, leaf in enumerate(schema.leaves) if leaf.row_bytes]
         sizes = [schema.leaves[number].row_bytes for number in self._leaves]
         self._columns = [row_column(size, limit, device, runtime, are_remote) for size in sizes]
-        self._keys, self._ticks = host_column(16, limit), host_column(8, limit)
+        self._keys, self._ticks = Column(16, limit), Column(8, limit)
         self._all = [*self._columns, self._keys, self._ticks]
         self._index = KeyIndex(self._key_words())
 
