@@ -189,7 +189,7 @@ def on(command, path, tmp_path):
     [
         ("nothing", "does not exist"),
         ("file", "is a file, not a cache directory"),
-        ("empty", "is not a cache directory: it has neither CACHEDIR.TAG nor a namespace"),
+        ("empty", "is empty: no cache has written to it yet"),
         ("foreign", "is not a cache directory: it has no CACHEDIR.TAG of torchcache2"),
         ("tag of others", "is not a cache directory: it has no CACHEDIR.TAG of torchcache2"),
         ("newer", "Upgrade torchcache2"),
@@ -226,8 +226,11 @@ def test_what_is_no_cache_directory_is_an_error_in_one_line(tmp_path, command, k
         (["prune", "--max-size", "5XB"], "--max-size='5XB': expected"),
         (["prune", "--max-size", "-1"], "--max-size='-1': expected"),
         (["rm"], "Missing argument"),
-        (["rm", "."], "expected namespaces after DIR, or --all"),
-        (["rm", ".", FIRST, "--all"], "expected namespaces after DIR, or --all"),
+        (["rm", "."], "expected namespaces after DIR, as `torchcache2 ls DIR` prints them, or --all"),
+        (
+            ["rm", ".", FIRST, "--all"],
+            "expected namespaces after DIR, as `torchcache2 ls DIR` prints them, or --all",
+        ),
         (["rm", ".", ""], "there is no namespace"),
         (["rm", ".", "00"], "there is no namespace '00'"),
         (["rm", ".", "s"], "there is no namespace 's'"),

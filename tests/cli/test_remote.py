@@ -118,7 +118,10 @@ def test_rm_asks_deletes_what_is_of_the_format_and_says_how_much(url, filled, fo
     before = names(filled)
     assert "other processes may be using them" in run("rm", url, FIRST[:8], stdin="n\n", code=1)[1]
     assert "there is no namespace" in run("rm", url, "77", "-y", code=2)[1]
-    assert "expected namespaces after DIR, or --all" in run("rm", url, "-y", code=2)[1]
+    assert (
+        "expected namespaces after DIR, as `torchcache2 ls DIR` prints them, or --all"
+        in run("rm", url, "-y", code=2)[1]
+    )
     assert names(filled) == before
     said, asked = run("rm", url, FIRST[:8], stdin="y\n")
     gone = {name for name in before if name.startswith(FIRST) and name not in FOREIGN}

@@ -53,6 +53,15 @@ def test_options_are_called_by_their_own_names():
     for option, name in (("memory_cache_size", "memory_size"), ("disk_cache_size", "disk_size")):
         with pytest.raises(OptionError, match=f"LazyShardDataset has no option '{option}': it is {name}"):
             LazyShardDataset([1], **{option: "1MB"})
+    for option, advice in (
+        ("transfrom", r"did you mean transform\?"),
+        ("directory", "it is cache_dir"),
+        ("num_workers", "give it to the DataLoader"),
+        ("ttl", "the options are cache_dir, "),
+    ):
+        for kind in (CachedDataset, LazyShardDataset):
+            with pytest.raises(OptionError, match=f"{kind.__name__} has no option '{option}': {advice}"):
+                kind([1], **{option: "1MB"})
 
 
 @pytest.mark.parametrize(
@@ -129,4 +138,4 @@ def test_workers_warn_once_for_all(method, path, capfd):
     cached.flush()
     shown = capfd.readouterr().err
     assert shown.count("some samples cannot be cached") == 1
-    assert shown.count("is full (30000 bytes)") == 1, shown
+    assert shown.count("is full (30.0 kB)") == 1, shown

@@ -307,7 +307,8 @@ def test_a_loader_that_keeps_nothing_loads(off, monkeypatch):
         ),
         ({"cache_dir": 7}, "cache_dir=7: expected None, the path of a folder, or the URL"),
         ({"memory_size": "much"}, "memory_size='much'"),
-        ({"prefix": "a"}, "CacheLoader has no option 'prefix': see help"),
+        ({"prefix": "a"}, r"CacheLoader has no option 'prefix': did you mean key_prefix\?"),
+        ({"ttl": 3}, "has no option 'ttl': the options are "),
         ({"path": "a"}, "CacheLoader has no option 'path': it is cache_dir"),
         (
             {"backend": "redis", "hosts": "redis://h", "cache_dir": "a"},

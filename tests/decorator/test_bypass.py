@@ -21,8 +21,7 @@ from torchcache2 import (
     set_logger_config,
     torchcache,
 )
-from torchcache2.decorator.backoff import Backoff, glance
-from torchcache2.decorator.bypass import batch_advice
+from torchcache2.decorator.bypass import Backoff, batch_advice, glance
 
 X = torch.arange(24.0).reshape(6, 4)
 

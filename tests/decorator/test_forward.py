@@ -414,6 +414,26 @@ ERRORS = {
 }
 
 
+@pytest.mark.parametrize(
+    ("texts", "advice"),
+    [
+        (["a", "b"], r"If texts has one entry per item, pass item_args='texts'"),
+        (
+            [X[0], X[1, :3]],
+            r"texts\[1\] has shape .*, or pass item_args='texts' if it has one entry per item",
+        ),
+    ],
+)
+def test_lists_are_named_in_advice(texts, advice, log):
+    @torchcache
+    def lengths(texts):
+        return torch.tensor([[len(text)] for text in texts])
+
+    assert lengths(texts).shape == (2, 1)
+    (message,) = warnings_in(log)
+    assert re.search(advice, message)
+
+
 @pytest.mark.parametrize("name", ERRORS)
 def test_what_cannot_be_cached_steps_aside_or_is_an_error_if_strict(name, log):
     call, kind, words = ERRORS[name]

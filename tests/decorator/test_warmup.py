@@ -281,7 +281,10 @@ def test_a_closed_cache_raises_and_one_that_is_turned_off_does_nothing(monkeypat
         ({"data": 5}, "data is of type int: expected a dataset"),
         ({"data": X, "batch_size": 0}, "batch_size=0: expected an int of at least 1"),
         ({"data": X, "num_workers": -1}, "num_workers=-1: expected an int of at least 0"),
-        ({"data": Dicts(x=X, label=LABELS)}, "a dict of 'x', 'label': .*'label'; pass inputs"),
+        (
+            {"data": Dicts(x=X, label=LABELS)},
+            r"a dict of 'x', 'label': .*'label'; pass inputs, .* batch\['x'\]",
+        ),
         ({"data": Dicts(image=X)}, r"Net\(x, scale=None\) does not take .*missing .* 'x'; pass inputs"),
         ({"data": iter([object()])}, "is of type object: pass inputs"),
         ({"data": [object()]}, "cannot be put into batches: .*collate_fn"),

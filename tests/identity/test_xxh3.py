@@ -27,13 +27,29 @@ def keys_of(*tensors, **options):
     return item_keys(NAMESPACE, b"", leaves, **options).data
 
 
-@pytest.fixture
-def digests(monkeypatch):
-    """All that is hashed passes for tensors of an accelerator; says what was hashed there."""
-    one = Counted()
+def hashed_by(one, monkeypatch):
     for module in (items, encoding, tensors):
         monkeypatch.setattr(module, "DIGESTS", one)
+    one.started.clear()
     return one
+
+
+@pytest.fixture(scope="module")
+def checked():
+    """It compares its kernels with `xxhash` once for all tests, which takes seconds in the interpreter."""
+    return Counted()
+
+
+@pytest.fixture
+def digests(checked, monkeypatch):
+    """All that is hashed passes for tensors of an accelerator; says what was hashed there."""
+    return hashed_by(checked, monkeypatch)
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """The same, but it has not compared its kernels yet."""
+    return hashed_by(Counted(), monkeypatch)
 
 
 class Counted(Interpreted):
@@ -133,21 +149,21 @@ def test_one_folder_serves_runs_on_the_host_and_on_an_accelerator(digests, path,
     assert hits == 6 and torch.equal(first, again)
 
 
-def test_kernels_that_differ_from_xxhash_are_not_used(digests, monkeypatch, log):
+def test_kernels_that_differ_from_xxhash_are_not_used(unchecked, monkeypatch, log):
     x = torch.randn(3, 100)
     right = xxhash.xxh3_128_digest(x[0].numpy().tobytes())
     start = xxh3.start
     monkeypatch.setattr(xxh3, "start", lambda *args: start(*args) ^ 1)
-    assert digests.of_items(x) is None and digests.of_tensors([x]) == {}
+    assert unchecked.of_items(x) is None and unchecked.of_tensors([x]) == {}
     keys = keys_of(x)
     monkeypatch.setattr(xxh3, "start", start)
-    assert digests.of_items(x) is None and (keys_of(x) == keys).all()
+    assert unchecked.of_items(x) is None and (keys_of(x) == keys).all()
     (record,) = log
     assert record.levelno == logging.WARNING and "not those of xxhash" in record.getMessage()
     assert Interpreted().of_items(x)[0].numpy().tobytes() == right
 
 
-def test_without_triton_keys_are_computed_on_the_host(digests, monkeypatch, log):
+def test_without_triton_keys_are_computed_on_the_host(unchecked, monkeypatch, log):
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "torchcache2.identity.kernels", raising=False)
     package = importlib.import_module("torchcache2.identity")
@@ -161,7 +177,7 @@ def test_without_triton_keys_are_computed_on_the_host(digests, monkeypatch, log)
 
 
 @pytest.mark.parametrize("error", [torch.cuda.OutOfMemoryError("no memory"), RuntimeError("no driver")])
-def test_what_goes_wrong_on_the_device_costs_no_call(digests, monkeypatch, log, error):
+def test_what_goes_wrong_on_the_device_costs_no_call(unchecked, monkeypatch, log, error):
     def failing(*args):
         raise error
 
@@ -169,11 +185,11 @@ def test_what_goes_wrong_on_the_device_costs_no_call(digests, monkeypatch, log, 
     start = xxh3.start
     monkeypatch.setattr(xxh3, "start", failing)
     keys = keys_of(x)
-    assert digests.of_tensors([x]) == {} and tensor_digest(x)
+    assert unchecked.of_tensors([x]) == {} and tensor_digest(x)
     monkeypatch.setattr(xxh3, "start", start)
     assert (keys_of(x) == keys).all()
     is_memory = isinstance(error, torch.cuda.OutOfMemoryError)
-    assert (digests.of_items(x) is not None) == is_memory  # memory may be there again at the next call
+    assert (unchecked.of_items(x) is not None) == is_memory  # memory may be there again at the next call
     assert [record.levelno for record in log] == ([] if is_memory else [logging.INFO])
 
 

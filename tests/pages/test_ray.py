@@ -98,7 +98,11 @@ def cluster(tmp_path_factory):
             "TORCHCACHE_DISABLE": "",
             "TORCHCACHE_JOB": "",
         }
-        environment |= {"RAY_USAGE_STATS_ENABLED": "0"}
+        # Otherwise a process that takes more than a minute to start is killed, and so is the next one.
+        environment |= {
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_worker_register_timeout_seconds": str(int(PATIENCE)),
+        }
         # All drivers have the password of the cluster, which others on this network can reach.
         environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         driver = warm.start(CLUSTER, notes, env=environment, warnings=WARNED, imports=LIBRARIES)

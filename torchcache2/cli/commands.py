@@ -241,7 +241,7 @@ def _rm(
 ) -> None:
     """Delete namespaces. Files that are not the cache's stay."""
     if bool(namespaces) == everything:
-        raise OptionError("expected namespaces after DIR, or --all, and not both")
+        raise OptionError("expected namespaces after DIR, as `torchcache2 ls DIR` prints them, or --all")
     if is_url(directory):
         _remove_in_bucket(directory, namespaces, form, ask=not yes)
         return

@@ -172,8 +172,8 @@ def existing(path: str, fs: FileSystem) -> CacheDirectory:
         raise OptionError(f"{path!r} is a file, not a cache directory") from None
     except OptionError:
         raise OptionError(f"{path!r} is not a cache directory: it has no {TAG} of torchcache2") from None
-    if TAG not in names and not directory.scan():
-        raise OptionError(f"{path!r} is not a cache directory: it has neither {TAG} nor a namespace")
+    if TAG not in names and not directory.scan():  # foreign files would be an `OptionError`
+        raise OptionError(f"{path!r} is empty: no cache has written to it yet")
     return directory
 
 

@@ -112,7 +112,7 @@ def leave_out(function: F, *, with_calls: bool) -> F:
     """Keep `torch.compile` out of a function, optionally with all that it calls; returns the function.
 
     `torch.compiler.disable` does this, too. But it imports the compiler, which takes seconds, and most
-    programs never compile. And new versions of torch leave out only a wrapper and compile the function
+    programs never compile. Also, new versions of torch leave out only a wrapper and compile the function
     itself; checking those graphs' guards takes longer than a hit. So set the mark in the compiler's C
     extension, which is loaded with torch.
     """

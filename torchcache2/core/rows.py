@@ -327,10 +327,11 @@ def _tensor_column(
     if has_attributes(value):
         raise UnstorableError("a tensor with attributes of its own").inside(path)
     if value.dim() == 0 or value.shape[0] != count:
+        advice = ", and name lists with one entry per item in item_args" if value.dim() else ""
         raise OutputError(
             f"output{path} has shape {tuple(value.shape)} for a batch of {count}: the first dimension "
             "of every output tensor must be the batch. Compute what belongs to the batch as a whole "
-            "outside of the cached forward"
+            f"outside of the cached forward{advice}"
         )
     stored = dtype if dtype is not None and value.dtype.is_floating_point else value.dtype
     column = value.detach().resolve_conj().resolve_neg()

@@ -281,7 +281,7 @@ class CachedDataset(Keeper, Dataset[Any]):
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "dataset", "others")}
         aliased(given, others)
-        check_others(others)
+        check_others(others, [*given])
         check(given)
         if dataset is None:
             recipe: Recipe = ServedRecipe.of_folder(given)

@@ -114,7 +114,7 @@ class CacheLoader(Keeper):
         **others: Any,
     ) -> None:
         options = {name: value for name, value in locals().items() if name not in ("self", "others")}
-        check_others(others, "CacheLoader")
+        check_others(others, [*options], "CacheLoader")
         check(options)
         recipe = Recipe.of_loader(key_prefix, version, options)
         self.__setstate__({"_recipe": recipe, "_is_closed": False})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 from torchcache2.core.errors import OptionError
 from torchcache2.core.logs import shown
 from torchcache2.core.places import SCHEMES, Bucket, Servers, check_unused, is_url
-from torchcache2.core.settings import CacheSettings, Policy, plain_policy
+from torchcache2.core.settings import CacheSettings, Policy, plain_policy, similar
 from torchcache2.core.sizes import Size, parse_size
 from torchcache2.tiers.make import disk_budget
 from torchcache2.tiers.redis.server import one_of, own_servers
@@ -29,8 +29,11 @@ _OTHERS = {  # names from other libraries, or similar ones
     "memory_cache_size": "it is memory_size",
     "max_persistent_cache_size": "it is disk_size",
     "disk_cache_size": "it is disk_size",
-    "persistent_cache_dir": "it is cache_dir",
-    "path": "it is cache_dir",
+    "size_limit_gib": "it is memory_size, such as '4GB'",
+    **dict.fromkeys(("cache_size", "maxsize", "max_size", "size_limit"), "it is memory_size or disk_size"),
+    **dict.fromkeys(("cache_limit", "max_cache_size"), "it is disk_size"),
+    **dict.fromkeys(("persistent_cache_dir", "path", "directory", "folder", "location"), "it is cache_dir"),
+    **dict.fromkeys(("num_workers", "shuffle", "drop_last"), "give it to the DataLoader"),
 }
 _FOR_BUCKETS = ("local_dir", "storage_options", "remote_size")
 
@@ -106,11 +109,12 @@ def check(options: Mapping[str, Any]) -> None:
             raise OptionError(f"{name}={shown(value)}: expected {option.expected}")
 
 
-def check_others(others: Mapping[str, Any], of: str = "CachedDataset") -> None:
-    """Raise `OptionError` for an option that does not exist."""
+def check_others(others: Iterable[str], known: Sequence[str], of: str = "CachedDataset") -> None:
+    """Raise `OptionError` for an option that does not exist; `known` are those that do."""
     for option in others:
-        advice = _OTHERS.get(option, f"see help(torchcache2.{of}) for the options")
-        raise OptionError(f"{of} has no option {option!r}: {advice}")
+        close = similar(option, known)
+        meant = f"did you mean {' or '.join(close)}?" if close else f"the options are {', '.join(known)}"
+        raise OptionError(f"{of} has no option {option!r}: {_OTHERS.get(option, meant)}")
 
 
 def aliased(options: dict[str, Any], others: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ only on its key and counter. NumPy guarantees these in all versions, unlike its 
 
 from __future__ import annotations
 
+import inspect
 import operator
 import os
 from collections.abc import Sequence
@@ -28,7 +29,14 @@ from torchcache2.core.process import Place, place, ranks_of_each
 from torchcache2.core.sizes import Size, parse_size, size_text
 from torchcache2.datasets.cached import CachedDataset, own_batches
 from torchcache2.datasets.identity import length_of
-from torchcache2.datasets.options import aliased, check, check_dataset, is_count, level_settings
+from torchcache2.datasets.options import (
+    aliased,
+    check,
+    check_dataset,
+    check_others,
+    is_count,
+    level_settings,
+)
 from torchcache2.engine.progress import WarmupStats
 from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.values.samples import Samples
@@ -119,6 +127,7 @@ class Shard:
 
 
 _PROBED = 8
+_NO_OPTIONS = ("dataset", "disk_cache_path", "options", "others")
 
 
 def _sizes_of(
@@ -325,10 +334,10 @@ class LazyShardDataset(Dataset[Any]):
         given = {"cache_dir": cache_dir, "name": None}
         aliased(given, {"disk_cache_path": disk_cache_path})
         cache_dir = given["cache_dir"]
-        for name in ("memory_size", "disk_size"):
-            theirs = name.replace("_", "_cache_")
-            if theirs in options:
-                raise OptionError(f"LazyShardDataset has no option {theirs!r}: it is {name}")
+        own, usual = (inspect.signature(one).parameters for one in (LazyShardDataset, CachedDataset))
+        known = [one for one in dict.fromkeys((*own, *usual)) if one not in _NO_OPTIONS]
+        others = [one for one in options if one not in (*known, "dataset_name")]
+        check_others(others, known, "LazyShardDataset")
         check({"mode": mode, "even": even, "seed": seed, "overflow": overflow, "min_elements": min_elements})
         is_served = options.get("backend", "local") != "local"
         memory_size, disk_size = _sizes_of(mode, cache_dir, memory_size, disk_size)

@@ -34,7 +34,7 @@ _SEALING = 3.0  # seconds after an epoch for other processes to seal their rows
 
 
 class _User:
-    """Marks a dataset's namespace as in use while the process has its levels."""
+    """Marks a dataset's namespace as in use while this process has its tiers open."""
 
     def __init__(self, namespace: bytes, description: Mapping[str, Any]) -> None:
         self.namespace = namespace

@@ -115,18 +115,24 @@ class CachedStream(Keeper, IterableDataset[Any]):
         batch_size: int = 64,
         **options: Any,
     ) -> None:
-        for option, value, holds in (
-            ("iterable", iterable, hasattr(iterable, "__iter__")),
-            ("key", key, callable(key) or isinstance(key, str)),
-            ("load", load, callable(load)),
-            ("name", name, isinstance(name, str) and name),
+        for option, value, holds, expected in (
+            ("iterable", iterable, hasattr(iterable, "__iter__"), "an iterable of raw samples"),
+            (
+                "key",
+                key,
+                callable(key) or isinstance(key, str),
+                "a function of a raw sample, or a field",
+            ),
+            ("load", load, callable(load), "a function of a raw sample"),
+            ("name", name, isinstance(name, str) and name, "a text, such as 'coco-train'"),
         ):
             if not holds:
-                raise OptionError(f"{option}={shown(value)}: see help(torchcache2.CachedStream)")
+                raise OptionError(f"{option}={shown(value)}: expected {expected}")
         parameters = inspect.signature(CachedDataset).parameters.values()
         usual = {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY}
         own = [*_OF_STREAM, *_NOT_HERE]
-        check_others({one: options[one] for one in options if one not in usual or one in own}, "CachedStream")
+        known = ["key", "load", *_OF_STREAM, *(one for one in usual if one not in own)]
+        check_others([one for one in options if one not in usual or one in own], known, "CachedStream")
         given = usual | options | {"cache_dir": cache_dir, "transform": transform, "batch_size": batch_size}
         check(given)
         recipe = Recipe.of_dataset(_Decoder(name, load, key), given)

@@ -1,12 +1,20 @@
-"""`Computation`: runs the forward of one call for some of its items, and checks its side effects."""
+"""`Computation`: runs the forward of one call for some of its items, and checks its side effects.
+
+`Inputs` notices whether a forward has changed its arguments. A forward may fill the dict that it gets and
+return it: `filling` gives it a copy, the added entries are its output, and `given_back` puts them into the
+caller's dict.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import threading
+from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -16,22 +24,21 @@ from torch import Tensor
 from torchcache2.core.errors import OutputError
 from torchcache2.core.keys import Bytes2D, Keys
 from torchcache2.core.logs import shown
+from torchcache2.core.private import has_version, version
 from torchcache2.core.rows import Rows
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import is_out_of_memory
 from torchcache2.core.values import UnstorableError, has_attributes, leaves_of, mapped
-from torchcache2.decorator.backoff import Backoff
-from torchcache2.decorator.bypass import BypassError, not_stored, of_module
+from torchcache2.decorator.bypass import Backoff, BypassError, not_stored, of_module
 from torchcache2.decorator.lazymodule import devices_apart, lazies_of, with_device_hint
 from torchcache2.decorator.probe import Probe, talks
-from torchcache2.decorator.traces import Inputs, filling
 from torchcache2.decorator.tracing import Runner
 from torchcache2.engine.batch import Checks, NotStoredError, WholeBatch, computed_again
 from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.running import Forward
 from torchcache2.engine.values.outputs import Lists, rows_of
 from torchcache2.engine.values.samples import Samples
-from torchcache2.identity.arguments import BoundCall, Signature
+from torchcache2.identity.arguments import BoundCall, Signature, argument_leaves
 from torchcache2.identity.encoding import digest
 from torchcache2.identity.guard import Undo
 from torchcache2.identity.items import item_keys
@@ -40,6 +47,7 @@ from torchcache2.identity.namespace import NamespaceKeeper, Seen
 _MOST_CONTEXTS = 1000  # contexts whose outputs' lists are known
 _MOST_KINDS = 10_000
 _CPU = torch.device("cpu")
+_FILLED = ("filled by the forward",)  # the only key of such an output: the added entries
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -480,3 +488,103 @@ def _copied(leaf: Any) -> Any:
         return leaf.copy(order="K")
     is_plain = type(leaf) is Tensor and leaf.layout == torch.strided and not has_attributes(leaf)
     return leaf.clone() if is_plain and not (leaf.is_nested or leaf.is_quantized) else leaf
+
+
+def filling(
+    forward: Callable[[tuple[Any, ...], Mapping[str, Any]], Any],
+) -> Callable[[tuple[Any, ...], Mapping[str, Any]], Any]:
+    """Wrap a forward: if it fills its only dict and returns that, the output is just the added entries."""
+
+    def filled(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        given = _only_dict(args, kwargs)
+        if given is None:
+            return forward(args, kwargs)
+        copied = copy.copy(given)
+        own: dict[int, Any] = {id(given): copied}
+        output: Any = None
+        args = tuple([own.get(id(value), value) for value in args])
+        try:
+            output = forward(args, {name: own.get(id(v), v) for name, v in kwargs.items()})
+        finally:
+            added = {
+                name: value for name, value in copied.items() if name not in given or given[name] is not value
+            }
+            is_plain = not any(value is copied for value in added.values())
+            is_filled = is_plain and output is copied and added and list(copied)[: len(given)] == list(given)
+            if not is_filled and (added or list(copied) != list(given)):
+                given.clear()  # so that the change of this argument is noticed
+                given.update({name: given if one is copied else one for name, one in copied.items()})
+        return {_FILLED: added} if is_filled else given if output is copied else output
+
+    return filled
+
+
+def given_back(output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The output for the caller: the caller's dict, with the entries added to its copy."""
+    if type(output) is not dict or output.keys() != {_FILLED}:
+        return output
+    given = _only_dict(args, kwargs)
+    given.update(output[_FILLED])
+    return given
+
+
+def _only_dict(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    found = {id(v): v for v in (*args, *kwargs.values()) if type(v) is dict or isinstance(v, UserDict)}
+    return next(iter(found.values())) if len(found) == 1 else None
+
+
+class Inputs:
+    """The arguments for some items of a call, and their state before the forward runs.
+
+    ``bind(args, kwargs)`` names arguments, like `Signature.bind`, and ``keys_of(call)`` returns the keys of
+    its items, uint8 of shape ``(k, 16)``.
+    """
+
+    def __init__(
+        self,
+        call: BoundCall,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        positions: Tensor,
+        bind: Callable[[tuple[Any, ...], Mapping[str, Any]], BoundCall],
+        keys_of: Callable[[BoundCall], Bytes2D],
+    ) -> None:
+        self.args, self.kwargs = args, kwargs
+        self._call, self._positions = call, positions
+        self._bind, self._keys_of = bind, keys_of
+        self._leaves = argument_leaves(args, kwargs)
+        self.tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        self._before = self._versions()
+        self._content = self._uncounted()
+
+    def changed(self) -> bool:
+        """Whether the forward has changed an argument in place."""
+        try:
+            leaves = argument_leaves(self.args, self.kwargs)
+        except RecursionError:  # an argument now contains itself
+            return True
+        return (
+            self._versions() != self._before
+            or not (len(leaves) == len(self._leaves) and all(map(is_, leaves, self._leaves)))
+            or not np.array_equal(self._uncounted(), self._content)  # type: ignore[arg-type]
+            or not self._has_same_context()
+        )
+
+    def _versions(self) -> list[int]:
+        """The version counters of tensors; inference tensors have none."""
+        return [version(tensor) for tensor in self.tensors if has_version(tensor)]
+
+    def _uncounted(self) -> Bytes2D | None:
+        """The keys of the items, to detect changes of inference tensors; None if there are none."""
+        if all(map(has_version, self.tensors)):
+            return None
+        return self._keys_of(self._bind(self.args, self.kwargs))
+
+    def _has_same_context(self) -> bool:
+        """Whether arguments other than tensors are unchanged."""
+        if not self._call.can_change:
+            return True
+        try:
+            return not self._call.is_changed(self._bind(self.args, self.kwargs), self._positions)
+        except Exception:  # a changed argument cannot be put in a key
+            return False

@@ -26,11 +26,9 @@ from torchcache2.core.process import AtExit, before_pools_end
 from torchcache2.core.settings import CacheSettings, disabled_by_environment, strict_by_environment
 from torchcache2.core.sizes import is_out_of_memory
 from torchcache2.decorator import bypass
-from torchcache2.decorator.backoff import Backoff, glance
-from torchcache2.decorator.bypass import BypassError, not_stored
-from torchcache2.decorator.forward import Computation, Known, may_check
+from torchcache2.decorator.bypass import Backoff, BypassError, glance, not_stored
+from torchcache2.decorator.forward import Computation, Known, given_back, may_check
 from torchcache2.decorator.probe import CallChecks, Probes
-from torchcache2.decorator.traces import given_back
 from torchcache2.decorator.tracing import Runner, is_traced, turns_grad_off
 from torchcache2.decorator.warmup import arguments_of, estimate, warm_up
 from torchcache2.engine.ahead import Ahead, Asker, Loop

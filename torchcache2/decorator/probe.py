@@ -267,7 +267,7 @@ def talks(root: Any, fingerprint: Fingerprint) -> bool:
 
 
 def _parts(keys: Keys) -> list[tuple[int, ...]]:
-    """The positions of the items of each part; for 12 or more items, at most half in all."""
+    """The positions of each part's items. Of 12 or more items, all parts together have at most half."""
     found = keys.first_positions()
     distinct = np.arange(len(keys)) if found is None else found[0]
     size = max(1, len(distinct) // 6)

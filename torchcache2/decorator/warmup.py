@@ -43,7 +43,7 @@ from torchcache2.identity.sharded import weights_of
 
 _CPU = torch.device("cpu")
 _SHARED_OUT = ("num_replicas", "num_processes")  # attributes of what gives each rank its own part already
-_ADVICE = "pass inputs, which maps a batch of samples to the arguments, such as inputs=lambda batch: batch[1]"
+_ADVICE = "pass inputs, which maps a batch of samples to the arguments: inputs=lambda batch: batch[{!r}]"
 
 _EMPTY = "data is empty: it gave no batch. Was it read to its end before?"
 
@@ -277,7 +277,7 @@ def arguments_of(batch: Any, inputs: Callable[[Any], Any] | None) -> tuple[tuple
     elif isinstance(batch, (tuple, list, Mapping, Tensor, np.ndarray)):
         given = batch
     else:
-        raise OptionError(f"a batch of samples is {_outline(batch)}: {_ADVICE}")
+        raise OptionError(f"a batch of samples is {_outline(batch)}: {_ADVICE.format(1)}")
     return ((), dict(given)) if isinstance(given, Mapping) else ((given,), {})
 
 
@@ -291,8 +291,10 @@ def _check_arguments(
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
+        example = next(iter(batch), 1) if isinstance(batch, Mapping) else 1
+        advice = _ADVICE.format(example)
         raise OptionError(
-            f"{name}{signature} does not take a batch of samples, {_outline(batch)}: {error}; {_ADVICE}"
+            f"{name}{signature} does not take a batch of samples, {_outline(batch)}: {error}; {advice}"
         ) from None
 
 

@@ -246,9 +246,9 @@ def _is_own(kind: type, name: str, wrapper: Callable[..., Any]) -> bool:
     found = [vars(base)[name] for base in kind.__mro__ if name in vars(base)]
     if not any(wrapper in _layers(value) for value in found):
         raise DecorationError(
-            f"torchcache cannot cache {wrapper.__qualname__}: it is not called with an object that has it as "
-            "its method. Put @torchcache above the decorators that hide it, and write a staticmethod or "
-            "classmethod as a function outside of the class"
+            f"torchcache cannot cache {wrapper.__qualname__}: it was called with an object whose class does "
+            "not have it as a method. Put @torchcache above the decorators that hide it, and write a "
+            "staticmethod or classmethod as a function outside of the class"
         )
     return wrapper in _layers(found[0])
 

@@ -148,7 +148,7 @@ class Loop:
         if self.room.end(batch):
             self._unused += 1
             if self._unused == _MOST_UNUSED + self._most_waiting:
-                self._stop(f"calls have not asked for {self._unused} batches in a row that were read")
+                self._stop(f"no call has used the last {self._unused} batches that were read")
         elif batch.is_read is not None:
             self._unused = 0
 

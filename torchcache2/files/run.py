@@ -446,7 +446,7 @@ def _is_good(run: Run) -> bool:
 def kept_runs(sizes: Sequence[int], rows: int) -> int:
     """How many runs (`sizes`, largest first) stay unmerged when a run of `rows` rows is written.
 
-    The others are merged with it.
+    The others are merged with the new one.
     """
     kept = len(sizes)
     while True:

@@ -12,6 +12,7 @@ import contextlib
 import copy
 import dataclasses
 import inspect
+import re
 import sys
 import types
 import weakref
@@ -44,6 +45,7 @@ _SHORT = 256  # bytes; copying so few is cheaper than hashing in two steps
 _ENTRIES = "_encodings"  # the attribute of a tokenizer's output with one object per text
 _MOST_KEEPERS = 64
 _DEFAULT = b"default"
+_ELEMENT = re.compile(r"(\w+)\[\d+\]")  # the path of a tensor in a list
 _KINDS = inspect.Parameter
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
 _UNCHANGING = (Tensor, torch.nn.Parameter, *_PLAIN)
@@ -390,17 +392,22 @@ class ArgumentEncoder(_ValueEncoder):
             sizes.append((tensor.shape[0], path, f"shape {tuple(tensor.shape)}"))
         sizes += [(len(digests), path, f"{len(digests)} entries") for path, digests in self.entries]
         if not sizes:
+            lists = [path for path, _ in self.sequences if path.isidentifier()]
+            advice = "Name lists with one entry per item in item_args"
+            if lists:
+                advice = f"If {lists[0]} has one entry per item, pass item_args={lists[0]!r}"
             raise InputError(
                 "no batched tensor among the arguments: the first dimension of at least one tensor or array "
-                "must be the batch, and its name not in shared_args. Name lists with one entry per item in "
-                "item_args"
+                f"must be the batch, and its name not in shared_args. {advice}"
             )
         count, first, what = sizes[0]
         for size, path, other in sizes:
             if size != count:
+                lists = [found[1] for one in (path, first) if (found := _ELEMENT.match(one))]
+                advice = f", or pass item_args={lists[0]!r} if it has one entry per item" if lists else ""
                 raise InputError(
                     f"batch sizes differ: {first} has {what}, {path} has {other}. Name arguments that belong "
-                    "to the whole batch in shared_args"
+                    f"to the whole batch in shared_args{advice}"
                 )
         return count
 
@@ -560,7 +567,8 @@ class Signature:
                 self._renamed[name] = new
                 found += (new,)
             elif name not in names and self._keywords is None:
-                raise OptionError(f"{option}: {method} has no parameter {name!r}; it has {', '.join(names)}")
+                title = getattr(function, "__name__", method)
+                raise OptionError(f"{option}: {title} has no parameter {name!r}; it has {', '.join(names)}")
         return found
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundCall:

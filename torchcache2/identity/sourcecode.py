@@ -188,7 +188,7 @@ def is_newer(path: str) -> bool:
 
 
 def instructions(code: types.CodeType) -> str:
-    """The instructions of code as text: distinct for functions on one line, but dependent on Python."""
+    """The instructions of code as text. They tell functions on one line apart, but depend on Python."""
     steps = []
     for step in dis.get_instructions(code):
         nested = isinstance(step.argval, types.CodeType)

@@ -67,7 +67,7 @@ class _Read:
 
 
 class _Scan:
-    """Reads tensors again, in pieces, and compares each one's digest at its end."""
+    """Reads tensors again, piece by piece; after the last piece of each, compares its digest."""
 
     def __init__(self) -> None:
         self.queue: list[_Read] = []

@@ -797,7 +797,7 @@ def test_mru_keeps_what_came_first_and_says_what_to_do(make, path, log):
     for words in (
         "full",
         str(path),
-        "100000",
+        "100.0 kB",
         "max_persistent_cache_size",
         "policy='lru'",
         "torchcache2 prune",

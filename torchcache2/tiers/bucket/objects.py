@@ -272,7 +272,7 @@ class Objects(Breaker):
         if self.allows(part):  # another thread may have met the fault at the same time
             self.failed(stops, is_lasting=True)
         self._causes[stops] = OSError(f"{url}: {text}")
-        message = "%s fails (%s): %s. It is left out, and tried again later"
+        message = "%s fails (%s): %s. It is not used for now, and tried again later"
         self.tell(f"{url} {part!r} {type(error).__name__}", message, url, part.decode(), text)
 
     def _connection(self) -> Connection:

@@ -11,6 +11,7 @@ import contextlib
 import errno
 
 from torchcache2.core.logs import ToldOnce
+from torchcache2.core.sizes import size_text
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.errors import DamagedError, NewerFormatError
 from torchcache2.files.filesystem import is_read_only
@@ -120,14 +121,14 @@ class Health(Breaker):
         """Pause writing: there is no room, and none can be made."""
         self.pause()
         message = (
-            "the cache directory %s is full (%d bytes) of rows that are in use, or not ours to delete: new "
-            "rows stay in memory. Raise max_persistent_cache_size (of a dataset, disk_size), set "
-            "policy='lru', or delete with `torchcache2 prune`"
+            "the cache directory %s is full (%s) of rows that are in use, or not ours to delete: new rows stay "
+            "in memory. Raise max_persistent_cache_size (of a dataset, disk_size), set policy='lru', or delete "
+            "with `torchcache2 prune`"
         )
         if mirrored:
             message = (
-                "the local folder %s is full (%d bytes) of rows that the bucket does not have yet, and they "
-                "are not uploaded fast enough: new rows stay in memory. Raise max_persistent_cache_size (of a "
-                "dataset, disk_size)"
+                "the local folder %s is full (%s) of rows that the bucket does not have yet, and they are not "
+                "uploaded fast enough: new rows stay in memory. Raise max_persistent_cache_size (of a dataset, "
+                "disk_size)"
             )
-        self.tell("full", message, self._directory.path, budget)
+        self.tell("full", message, self._directory.path, size_text(budget))

@@ -26,7 +26,7 @@ from torchcache2.core.memory import CUDA, Arriving, Runtime, with_ordinary_tenso
 from torchcache2.core.process import ProcessLock
 from torchcache2.core.rows import Rows
 from torchcache2.core.settings import Policy
-from torchcache2.core.sizes import is_out_of_memory
+from torchcache2.core.sizes import is_out_of_memory, size_text
 from torchcache2.tiers.base import Found, Make, Tier, TierStats, replicas_of
 from torchcache2.tiers.memory.arena import Arena
 from torchcache2.tiers.memory.table import ArenaTable
@@ -262,9 +262,9 @@ class MemoryTier(Tier):
             if self.policy == "keep" and not self._spills and not self._arenas.has_replicas(keys.namespace):
                 self._told(
                     "full",
-                    "the memory cache is full (%d bytes): new items are computed at every call. "
+                    "the memory cache is full (%s): new items are computed at every call. "
                     "Raise max_memory_cache_size, or set cache_dtype or policy='lru'",
-                    self.budget,
+                    size_text(self.budget),
                 )
             keys, rows = keys.take(np.arange(kept)), rows.head(kept)
         if kept:

@@ -575,7 +575,7 @@ class Clients:
         text = str(error).partition(", with args")[0]
         for secret in self._secrets:
             text = text.replace(secret, "…")
-        return f"{type(error).__name__}: {text[:_LONGEST]}"
+        return f"{type(error).__name__}: {text[:_LONGEST].rstrip('.')}"
 
     def _refusal(self, node: Node) -> str:
         """Why a server refuses us or a command; empty if it does neither, or is unreachable."""

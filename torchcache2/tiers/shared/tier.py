@@ -31,6 +31,7 @@ from torchcache2.core.logs import ToldOnce
 from torchcache2.core.memory import CUDA, Runtime, SpareMemory, to_host, with_ordinary_tensors
 from torchcache2.core.process import ProcessLock
 from torchcache2.core.rows import Rows
+from torchcache2.core.sizes import size_text
 from torchcache2.files.errors import UnserialisableError
 from torchcache2.tiers.base import Found, Make, Tally, Tier, TierClaim, TierStats, replicas_of
 from torchcache2.tiers.shared.board import Ticket
@@ -366,9 +367,9 @@ class SharedTier(Tier):
             if not self._spills:
                 self._told(
                     "full",
-                    "the memory cache that the ranks share is full (%d bytes): new items are computed at "
+                    "the memory cache that the ranks share is full (%s): new items are computed at "
                     "every call. Raise max_memory_cache_size, or set cache_dtype",
-                    self.budget,
+                    size_text(self.budget),
                 )
         return kept
 
