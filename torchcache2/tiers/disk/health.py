@@ -121,14 +121,14 @@ class Health(Breaker):
         """Pause writing: there is no room, and none can be made."""
         self.pause()
         message = (
-            "the cache directory %s is full (%s) of rows that are in use, or not ours to delete: new rows stay "
-            "in memory. Raise max_persistent_cache_size (of a dataset, disk_size), set policy='lru', or delete "
-            "with `torchcache2 prune`"
+            "the cache directory %s is full (%s) of rows that are in use, or not ours to delete: new rows "
+            "stay in memory. Raise max_persistent_cache_size (of a dataset, disk_size), set policy='lru', or "
+            "delete with `torchcache2 prune`"
         )
         if mirrored:
             message = (
-                "the local folder %s is full (%s) of rows that the bucket does not have yet, and they are not "
-                "uploaded fast enough: new rows stay in memory. Raise max_persistent_cache_size (of a dataset, "
-                "disk_size)"
+                "the local folder %s is full (%s) of rows that the bucket does not have yet, and they are "
+                "not uploaded fast enough: new rows stay in memory. Raise max_persistent_cache_size (of a "
+                "dataset, disk_size)"
             )
         self.tell("full", message, self._directory.path, size_text(budget))
