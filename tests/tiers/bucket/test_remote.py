@@ -250,7 +250,7 @@ def test_runs_of_the_local_folder_have_the_segments_of_the_bucket_too(place, mon
     for made in (tier, place.tier()):
         made.bucket.objects.reads.clear()
         assert found(made, names_of(*range(5)), WIDTH) == names_of(*range(5))
-        assert made._known.located[NAMESPACES[0]].beside_runs == (2, 20)  # a run has the other three
+        assert made._index.namespaces[NAMESPACES[0]].beside_runs == (2, 20)  # a run has the other three
     flip(own, 100)  # its header: the bucket does not have it
     flip(segments(place.remote)[1], -1)
     last = place.tier()

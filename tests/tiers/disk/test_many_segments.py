@@ -91,7 +91,7 @@ def test_files_are_opened_again_once_for_those_that_are_gone(make, path, removal
     fs = Counting()
     tier = make(fs=fs)
     assert found(tier, names) == names
-    tier._known.descriptors.clear()
+    tier._index.descriptors.clear()
     delete(segments(path)[::2])
     removals.clear()
     fs.calls.clear()
@@ -143,7 +143,7 @@ def test_a_thousand_copies_of_one_segment_cost_one_look_each(make, path, at_once
     assert found(tier, range(ROWS)) == list(range(ROWS))
     first = tier.index_bytes
     delete([file, *others[:-1]])
-    tier._known.descriptors.clear()
+    tier._index.descriptors.clear()
     found(tier, [NOWHERE, *range(ROWS)])
     assert found(tier, [NOWHERE, *range(ROWS)]) == list(range(ROWS))
     assert len(removals) <= 2
@@ -469,8 +469,8 @@ def test_rows_are_sealed_at_flush_however_long_they_may_wait(monkeypatch):
 def test_a_namespace_that_is_new_does_not_wait_for_the_share_of_another(make, path):
     """The thread of the writer wakes for what is due first."""
     tier = make(delay=0.2)
-    tier._known.begin()
-    writer = tier._known.writer
+    tier._index.begin()
+    writer = tier._index.writer
     writer.pace.waited[NAMESPACES[0]] = 100 * NEVER
     put(tier, range(4), namespace=NAMESPACES[0])
     put(tier, range(4), namespace=NAMESPACES[1])

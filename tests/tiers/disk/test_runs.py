@@ -44,7 +44,7 @@ def fill(tier, count, first=0, namespace=NAMESPACES[0], width=4):
 
 
 def index_of(tier):
-    return tier._known.located[NAMESPACES[0]]
+    return tier._index.namespaces[NAMESPACES[0]]
 
 
 @pytest.mark.parametrize("codec", ["none", "brotli"])
@@ -94,7 +94,7 @@ def test_a_reader_of_an_old_run_goes_on_when_it_is_merged(make, path):
     before = runs(path)
     more = fill(writer, 30, 8)
     assert not set(before) & set(runs(path))
-    readers[1]._known.descriptors.clear()
+    readers[1]._index.descriptors.clear()
     assert found(readers[0], names) == names  # no look is due, as all is found
     found(readers[1], names)  # perhaps it meets what is gone
     for tier in readers:

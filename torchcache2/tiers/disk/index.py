@@ -4,7 +4,7 @@ Most rows of a large namespace are in *runs*, which are searched on disk. A tabl
 unsealed rows. If several processes have computed an item, each of their segments has its row, and look-ups
 find any of these.
 
-`Known` has the indexes of the namespaces that a tier uses, under one lock.
+`TierIndex` has the indexes of the namespaces that a tier uses, under one lock.
 """
 
 from __future__ import annotations
@@ -413,7 +413,7 @@ class NamespaceIndex:
         self._changed = -1
 
 
-class Known:
+class TierIndex:
     """Where rows are, by namespace, and the writer of unsealed rows.
 
     The `directory` includes segments of a bucket. A row may have up to `limit` bytes. `in_use()` returns the
@@ -432,7 +432,7 @@ class Known:
         drops: Callable[[], int] = int,
     ) -> None:
         self.lock = ProcessLock(threading.RLock)
-        self.located: dict[bytes, NamespaceIndex] = {}
+        self.namespaces: dict[bytes, NamespaceIndex] = {}
         self.descriptors = Descriptors(directory.fs)
         self.writer: Writer | None = None
         self.closed = False
@@ -451,15 +451,15 @@ class Known:
         if self.writer is None or self.writer.pid != os.getpid():
             if torn:
                 # Another thread of the parent was changing the tables when it forked.
-                self.located = {}
+                self.namespaces = {}
                 self.descriptors = Descriptors(self.directory.fs)
             elif self.writer is not None:
-                for located in self.located.values():
-                    located.forget_pending()  # the parent will write them
+                for index in self.namespaces.values():
+                    index.forget_pending()  # the parent will write them
             self.writer = self._make_writer()
         if self._dropped != (drops := self._drops()):
             self._dropped = drops
-            for namespace in list(self.located):
+            for namespace in list(self.namespaces):
                 self.start_anew(namespace)
                 with contextlib.suppress(OSError):  # another process is about to delete the files there now
                     files = self.directory.contents(namespace.hex()).segments
@@ -467,42 +467,42 @@ class Known:
 
     def namespace(self, namespace: bytes) -> NamespaceIndex:
         """The index of a namespace, which this process uses from now on; call with the lock."""
-        located = self.located.get(namespace)
-        if located is None:
-            located = self.new(namespace)
-            located.look()
-        located.keep_hold()
-        return located
+        index = self.namespaces.get(namespace)
+        if index is None:
+            index = self.new(namespace)
+            index.look()
+        index.keep_hold()
+        return index
 
     def new(self, namespace: bytes) -> NamespaceIndex:
         """Make the index of a namespace, still without rows; call with the lock."""
-        located = self.located[namespace] = NamespaceIndex(
+        index = self.namespaces[namespace] = NamespaceIndex(
             namespace, self.directory, self.descriptors, self.numbers, self.limit, self._health.fault
         )
-        return located
+        return index
 
     def ignore(self, namespace: bytes, names: Collection[str]) -> None:
         """Never open files of these names; with the lock held."""
-        located = self.located.get(namespace)  # it may have no rows, but names already
-        if located is None:
-            located = self.new(namespace)
-        located.names.update(names)
+        index = self.namespaces.get(namespace)  # it may have no rows, but names already
+        if index is None:
+            index = self.new(namespace)
+        index.names.update(names)
 
     def remove(self, namespace: bytes, numbers: Collection[int], damaged: Collection[int] = ()) -> int:
         """Forget segments; returns how many rows they had. Other segments may have the same rows."""
-        return self._change(namespace, lambda located: located.remove(numbers, damaged))
+        return self._change(namespace, lambda index: index.remove(numbers, damaged))
 
     def remove_files(self, namespace: bytes, names: Collection[str]) -> int:
         """Forget the segments with these file names; returns how many rows they had."""
-        return self._change(namespace, lambda located: located.remove_files(names))
+        return self._change(namespace, lambda index: index.remove_files(names))
 
     def _change(self, namespace: bytes, change: Callable[[NamespaceIndex], int]) -> int:
         with self.lock():
-            located = self.located.get(namespace)
-            if located is None:
+            index = self.namespaces.get(namespace)
+            if index is None:
                 return 0
             try:
-                return change(located)
+                return change(index)
             except BaseException:
                 self.start_anew(namespace)
                 raise
@@ -512,9 +512,9 @@ class Known:
 
         Sealed rows are found again. Needed after an interrupt, when tables may be half changed.
         """
-        located = self.located.pop(namespace, None)  # first, so that no thread finds dropped rows
-        if located is not None:
-            located.let_go()
+        index = self.namespaces.pop(namespace, None)  # first, so that no thread finds dropped rows
+        if index is not None:
+            index.let_go()
         dropped = self.writer.drop(namespace) if self.writer is not None else []
         if names := {pending.name for pending in dropped if pending.name}:
             # The writer may still be writing these: it deletes the files once it sees the drop.
@@ -523,8 +523,8 @@ class Known:
     def unopened(self, namespace: bytes) -> list[Exception]:
         """Why segments of a namespace could not be opened."""
         with self.lock():
-            located = self.located.get(namespace)
-            return [] if located is None else list(located.unopened.values())
+            index = self.namespaces.get(namespace)
+            return [] if index is None else list(index.unopened.values())
 
     def let_go(self) -> Collection[bytes] | None:
         """Release namespaces that nothing alive uses; returns those in use, if known.
@@ -536,9 +536,9 @@ class Known:
         in_use = self._in_use()
         with self.lock():
             self.begin()
-            for namespace, located in self.located.items():
-                if namespace not in in_use and located.is_wanted:
-                    located.let_go()
+            for namespace, index in self.namespaces.items():
+                if namespace not in in_use and index.is_wanted:
+                    index.let_go()
         return in_use
 
     def hold_what_is_used(self) -> None:
@@ -546,20 +546,20 @@ class Known:
         in_use = self.let_go()
         with self.lock():
             self.begin()
-            for namespace in self.located if in_use is None else in_use:
-                if (located := self.located.get(namespace)) is not None:
-                    located.hold(is_used=False)  # another process may have made its folder since
+            for namespace in self.namespaces if in_use is None else in_use:
+                if (index := self.namespaces.get(namespace)) is not None:
+                    index.hold(is_used=False)  # another process may have made its folder since
 
     def held(self, namespace: bytes) -> Descriptor | None:
         """The open file that marks a namespace as in use; None if there is none."""
         self.let_go()
         with self.lock():
-            located = self.located.get(namespace)
-            return located.held() if located is not None else None
+            index = self.namespaces.get(namespace)
+            return index.held() if index is not None else None
 
     def hold(self, namespace: bytes) -> None:
         """Mark a namespace as in use, if this process uses it."""
         with self.lock():
-            located = self.located.get(namespace)
-            if located is not None and located.is_wanted:
-                located.hold()
+            index = self.namespaces.get(namespace)
+            if index is not None and index.is_wanted:
+                index.hold()
