@@ -6,7 +6,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -165,13 +164,7 @@ class Reader:
                     self._fs.touch(segment.path)
 
 
-class _Job(NamedTuple):
-    """Rows of one segment and schema."""
-
-    number: int
-    rows: Array
-    positions: Positions
-    checksums: Array
+_Job = tuple[int, RowLocations, Positions]  # rows of one schema in one segment, and their positions
 
 
 def read_rows(
@@ -192,8 +185,7 @@ def read_rows(
         ahead[number] = rows = where.rows[which]
         for schema, some in segment.schemas(rows):
             chosen = which[some]
-            job = _Job(number, rows[some], positions[chosen], where.checksums[chosen])
-            jobs.setdefault(schema, []).append(job)
+            jobs.setdefault(schema, []).append((number, where.at(chosen), positions[chosen]))
             size += schema.row_bytes * len(chosen)
     failed: dict[int, Exception] = {}
     with _Ahead(segments, ahead, size) as asks:
@@ -248,21 +240,21 @@ def _read(
     waited: Callable[[], object],
 ) -> tuple[Positions, Rows] | None:
     """Rows of one schema, by position; adds the errors of unreadable segments to `failed`."""
-    wanted = np.sort(np.concatenate([job.positions for job in jobs]))
+    wanted = np.sort(np.concatenate([places for _, _, places in jobs]))
     try:
         columns: Columns = empty_columns(schema, len(wanted))
     except MemoryError as error:
-        failed.update((job.number, error.with_traceback(None)) for job in jobs)
+        failed.update((number, error.with_traceback(None)) for number, _, _ in jobs)
         return None
     good = np.ones(len(wanted), bool)
-    for job in jobs:
-        targets = np.searchsorted(wanted, job.positions)
+    for number, at, places in jobs:
+        targets = np.searchsorted(wanted, places)
         try:
-            if not segments[job.number].read(job.rows, columns, targets, waited, job.checksums):
+            if not segments[number].read(at.rows, columns, targets, waited, at.checksums):
                 raise DamagedError("a row differs from its checksum")
         except (OSError, DamagedError, MemoryError) as error:
             good[targets] = False
-            failed[job.number] = error.with_traceback(None)  # its frames would keep the file open
+            failed[number] = error.with_traceback(None)  # its frames would keep the file open
     result = rows_of(schema, columns, len(wanted))
     if good.all():
         return wanted, result
