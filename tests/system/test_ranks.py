@@ -330,9 +330,9 @@ def test_options_that_do_not_go_together(options, text):
 
 DIFFERING = """
 import glob
-from torchcache2.tiers.shared import peers
+from torchcache2.tiers.shared import tables
 
-peers._COMPARED_AFTER = float(os.environ.get("AFTER", -1.0))
+tables._COMPARED_AFTER = float(os.environ.get("AFTER", -1.0))
 
 
 def meet(name, count):
