@@ -273,10 +273,12 @@ class Arena:
         self.schema = schema
         self.device = device
         self._order = StreamOrder(device, runtime)
+        sizes = [leaf.row_bytes for leaf in schema.leaves]
         # Leaves without bytes have no column.
-        self._leaves = [number for number, leaf in enumerate(schema.leaves) if leaf.row_bytes]
-        sizes = [schema.leaves[number].row_bytes for number in self._leaves]
-        self._columns = [row_column(size, limit, device, runtime, are_remote) for size in sizes]
+        self._of_leaves = [
+            row_column(size, limit, device, runtime, are_remote) if size else None for size in sizes
+        ]
+        self._columns = [column for column in self._of_leaves if column is not None]
         self._keys, self._ticks = Column(16, limit), Column(8, limit)
         self._all = [*self._columns, self._keys, self._ticks]
         self._index = KeyIndex(self._key_words())
@@ -351,31 +353,33 @@ class Arena:
         ordinal = self._index.find_one(low, high) if self.device.type == "cpu" else -1
         if ordinal < 0:
             return None
-        count, row = len(self), [memoryview(bytearray())] * len(self.schema.leaves)
-        for leaf, column in zip(self._leaves, self._columns, strict=True):
-            row[leaf] = column.view(count)[ordinal].numpy().data
+        count, row = len(self), list[memoryview]()
+        for column in self._of_leaves:
+            row.append(
+                memoryview(bytearray()) if column is None else column.view(count)[ordinal].numpy().data
+            )
         return ordinal, row
 
     def gather(self, ordinals: Ordinals) -> Rows:
         """A copy of the rows with these ordinals, in their order."""
-        columns, gathered = [], iter(self._columns)
+        columns = []
         with self._in_order() if self._order.is_needed else contextlib.nullcontext():
-            for leaf in self.schema.leaves:
-                shape = len(ordinals), *leaf.stored_shape
-                if not leaf.row_bytes:
-                    columns.append(torch.empty(shape, dtype=leaf.stored, device=self.device))
-                    continue
-                picked = next(gathered).gather(ordinals, leaf.stored)
-                columns.append(picked if len(leaf.shape) == 1 else picked.view(shape))
+            for leaf, column in zip(self.schema.leaves, self._of_leaves, strict=True):
+                if column is None:
+                    picked = torch.empty(0, dtype=leaf.stored, device=self.device)
+                else:
+                    picked = column.gather(ordinals, leaf.stored)
+                is_flat = column is not None and len(leaf.shape) == 1
+                columns.append(picked if is_flat else picked.view(len(ordinals), *leaf.stored_shape))
         return Rows(self.schema, columns, len(ordinals))
 
     def append(self, keys: Bytes2D, rows: Rows, tick: int) -> None:
         """Add rows under new, distinct keys; the caller has made `room` for them."""
         first, count = len(self), len(rows)
         with self._in_order():
-            columns = rows.laid_out_as(self.schema).columns
-            for leaf, column in zip(self._leaves, self._columns, strict=True):
-                column.write(first, columns[leaf])
+            for column, values in zip(self._of_leaves, rows.laid_out_as(self.schema).columns, strict=True):
+                if column is not None:
+                    column.write(first, values)
         self._ticks.write(first, torch.full((count,), tick, device="cpu"))
         # Last, so that no key is ever without its row.
         self._index.add(keys.view("<u8"))
