@@ -32,6 +32,7 @@ BETWEEN = $(patsubst python%,%,$(notdir $(OTHER_PYTHONS)))
 # Their pins are for older versions than the tests', or bring the libraries of four clouds; they work without.
 PEERS = stocaching==0.2.1 torch-module-cache==0.1.4 litdata==0.2.76 \
 	mosaicml-streaming==0.13.0 catalogue cramjam python-snappy zstd
+PIP = "pip>=25.1"  # knows dependency groups
 RUN = $(VENV)/bin/python -W error::SyntaxWarning
 # Four processes run tests, as many of them wait rather than compute; each takes some of the other's when it has none left.
 PARALLEL = -n 4 --dist worksteal
@@ -89,13 +90,16 @@ can-run-pythons: $(BETWEEN:%=$(VENV)-%/installed)
 
 $(VENV)-lowest/installed: pyproject.toml
 	$(firstword $(PYTHONS) $(PYTHON)) -m venv --clear $(VENV)-lowest
-	$(VENV)-lowest/bin/pip install --quiet "torch==2.4.*" "numpy==1.26.*" "transformers<4.50" "diffusers<0.34" -e ".[test]"
+	$(VENV)-lowest/bin/pip install --quiet $(PIP)
+	$(VENV)-lowest/bin/pip install --quiet "torch==2.4.*" "numpy==1.26.*" "transformers<4.50" "diffusers<0.34" \
+		-e . --group test
 	touch $@
 
 # Without the constraints: they are what keeps torch from being the newest.
 $(VENV)-newest/installed: pyproject.toml
 	$(lastword $(PYTHON) $(PYTHONS)) -m venv --clear $(VENV)-newest
-	$(VENV)-newest/bin/pip install --quiet torch -e ".[test]"
+	$(VENV)-newest/bin/pip install --quiet $(PIP)
+	$(VENV)-newest/bin/pip install --quiet torch -e . --group test
 	touch $@
 
 # The gigabytes of CUDA libraries, if torch brings any, are those of the newest: they are for no certain Python.
@@ -107,10 +111,13 @@ $(VENV)-3.%/installed: $(VENV)-newest/installed
 	cd $(VENV)-3.$*/lib/python3.$*/site-packages && ln -s ../../../../$(VENV)-newest/lib/python3.*/site-packages/nvidia .
 	touch $@
 
+$(VENV)/examples: NEEDS = -e ".[examples]"
+$(VENV)/%: NEEDS = -e . --group $*
 $(VENV)/%: pyproject.toml constraints.txt
 	@echo "Installing torch and what else this needs into $(VENV): some minutes, the first time only."
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet --constraint constraints.txt -e ".[$*]"
+	$(VENV)/bin/pip install --quiet $(PIP)
+	$(VENV)/bin/pip install --quiet --constraint constraints.txt $(NEEDS)
 	touch $@
 
 clean:

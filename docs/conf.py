@@ -16,7 +16,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.doctest",
 ]  # no intersphinx: a build needs no network
-exclude_patterns = ["tables"]  # included by performance.md
+exclude_patterns = ["tables"]  # included by performance.md and measured.md
 default_role = "py:obj"  # `name` in a docstring is a link if there is such a name
 
 html_theme = "furo"

@@ -64,6 +64,16 @@ def test_options_are_called_by_their_own_names():
                 kind([1], **{option: "1MB"})
 
 
+@pytest.mark.parametrize("kind", [CachedDataset, LazyShardDataset])
+def test_a_folder_or_a_loader_in_place_of_a_dataset_is_an_error(kind):
+    with pytest.raises(
+        OptionError, match=r"dataset='folder': expected a dataset, and the folder as cache_dir"
+    ):
+        kind("folder")
+    with pytest.raises(OptionError, match=r"is of type DataLoader: .*; pass its \.dataset"):
+        kind(DataLoader([1]))
+
+
 @pytest.mark.parametrize(
     ("memory", "disk", "has_path", "text"),
     [

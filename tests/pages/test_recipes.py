@@ -62,7 +62,7 @@ def ran(request, tmp_path_factory):
     """A page's name and output, and its code's run, whose output is followed by `MARK`."""
     name, folder = request.param, tmp_path_factory.mktemp(request.param)
     if name == "open_clip":
-        pytest.importorskip("open_clip")  # of the extra `zoo`
+        pytest.importorskip("open_clip")  # of the group `zoo`
     code, output = code_and_output(name)
     script = folder / "recipe.py"
     script.write_text(code + TAIL.format(mark=MARK, name=name))

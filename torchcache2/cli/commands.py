@@ -232,7 +232,7 @@ def _prune(
 def _rm(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="The cache directory, or a URL.")],
     namespaces: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAMESPACE...]", help="Their first characters.")
+        list[str] | None, typer.Argument(metavar="NAMESPACE", help="Their first characters.")
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Delete all namespaces.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from torchcache2.core.errors import OptionError
 from torchcache2.core.logs import shown
@@ -143,10 +143,16 @@ def check_dataset(dataset: Any) -> None:
             "needs __getitem__. Use CachedStream if its samples have a key, or pass list(dataset) if it fits "
             "in memory"
         )
+    if isinstance(dataset, (str, bytes)):
+        raise OptionError(
+            f"dataset={shown(dataset)}: expected a dataset, and the folder as cache_dir. To use the samples "
+            "that are in a folder, pass CachedDataset(None, cache_dir)"
+        )
     if not hasattr(dataset, "__getitem__"):
+        advice = "; pass its .dataset" if isinstance(dataset, DataLoader) else ""
         raise OptionError(
             f"dataset is of type {type(dataset).__name__}: expected an object with __getitem__, such as a "
-            "torch.utils.data.Dataset or a list"
+            f"torch.utils.data.Dataset or a list{advice}"
         )
 
 

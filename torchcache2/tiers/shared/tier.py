@@ -130,8 +130,8 @@ class SharedTier(Tier):
     job : bytes
         Which processes share, 16 bytes; see `job_name`.
     budget : int
-        The most bytes of all files; the first process decides. From 30 kB on, as many rows fit as into 200
-        kB, most of which is bookkeeping.
+        The most bytes of all files; the first process decides. Smaller budgets than 200 kB, down to 30 kB,
+        hold as many rows as one of 200 kB, most of which is bookkeeping.
     in_use : callable, optional
         The namespaces that something alive in this process uses; default: all.
     description : callable, optional
