@@ -23,10 +23,9 @@ if _typing.TYPE_CHECKING:
     from torchcache2.core.settings import CacheSettings
     from torchcache2.core.values import register_value
     from torchcache2.datasets.cached import CachedDataset
-    from torchcache2.datasets.loader import CacheLoader
+    from torchcache2.datasets.keyed import CachedStream, CacheLoader
     from torchcache2.datasets.shards import LazyShardDataset
     from torchcache2.datasets.slots import SharedCache, get_shm_size
-    from torchcache2.datasets.stream import CachedStream
     from torchcache2.datasets.tally import DatasetStats
     from torchcache2.decorator.lazymodule import LazyModule
     from torchcache2.decorator.modulecache import ModuleCache
@@ -75,11 +74,11 @@ _FILES = {
     "_load_cache": "decorator.modulecache",
     "_load_instance": "decorator.wrap",
     "Cache": "engine.cache",
-    "CacheLoader": "datasets.loader",
+    "CacheLoader": "datasets.keyed",
     "CacheSettings": "core.settings",
     "CacheStats": "engine.stats",
     "CachedDataset": "datasets.cached",
-    "CachedStream": "datasets.stream",
+    "CachedStream": "datasets.keyed",
     "DatasetStats": "datasets.tally",
     "Estimate": "engine.estimate",
     "Keys": "core.keys",

@@ -42,9 +42,9 @@ from tests.helpers.storage import (
     strange_files,
 )
 from tests.helpers.warm import start
+from torchcache2.__main__ import main
 from torchcache2.cli import archive
 from torchcache2.cli.archive import ArchiveError, members
-from torchcache2.cli.main import main
 from torchcache2.cli.report import verdict
 from torchcache2.core.rows import Rows
 from torchcache2.files import layout as segment
@@ -252,9 +252,7 @@ def test_mistakes_are_told_without_a_traceback(path, monkeypatch, arguments, sen
 @pytest.mark.parametrize("library", ["typer", "rich"])
 def test_a_missing_library_is_named_with_the_way_to_get_it(monkeypatch, library):
     for name in [
-        name
-        for name in sys.modules
-        if name.startswith(("rich", "typer", "torchcache2.cli.commands", "torchcache2.cli.printing"))
+        name for name in sys.modules if name.startswith(("rich", "typer", "torchcache2.cli.commands"))
     ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, library, None)

@@ -41,7 +41,8 @@ from torchcache2 import CachedDataset
 from torchcache2.cli.commands import run as run_command
 from torchcache2.cli.report import namespace
 from torchcache2.core.errors import OptionError
-from torchcache2.datasets.identity import document, explained_dataset, identify
+from torchcache2.datasets.identity import document, identify
+from torchcache2.engine.explain import compared
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.filesystem import FileSystem
 from torchcache2.identity.fingerprint import differences, from_document
@@ -552,12 +553,14 @@ def test_a_dataset_is_compared_with_the_one_before_it_or_with_that_of_an_earlier
     before, text, directory = described(tmp_path, Source(None, Resize(224)))
 
     def explained(now=now, directory=directory, bypass=None, kind=text["class"]):
-        return explained_dataset("Source", kind, now, directory, "2021", bypass)
+        return compared("Source", kind, now, None, bypass, directory, "2021")
 
     line = "attribute transform.size: 224 → 256"
     assert explained() == f"compared with {before.namespace.hex()} in {directory.path}:\n{line}"
     assert explained(bypass="closed") == "not cached: closed"
-    assert "there is no folder to compare with" in explained(directory=None)
+    cached = CachedDataset(Source(None, Resize(224)), memory_size="1MB")
+    assert "there is no folder to compare with" in cached.explain()
+    cached.close()
     first = f"namespace {now.namespace.hex()} is the first of Source in this process"
     assert explained(kind="other.Class") == f"{first}, and in {directory.path}"
     same = before.fingerprint

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from torchcache2.cli.main import main
+from torchcache2.__main__ import main
 
 
 def run(*arguments, stdin="", code=0):

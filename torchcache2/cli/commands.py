@@ -8,20 +8,27 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import json
 import os
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
 
-import torchcache2.cli.printing as out
 from torchcache2.core.errors import OptionError, TorchcacheError
 from torchcache2.core.places import is_url
 from torchcache2.core.version import __version__
 from torchcache2.files.errors import NewerFormatError
 
 if TYPE_CHECKING:
-    from torchcache2.cli.report import Gone
+    from torchcache2.cli.report import Gone, Verdict
+    from torchcache2.files.directory import CacheDirectory, Contents
 
 # Commands import their modules when they run: these need PyTorch, which takes a second to import.
 
@@ -36,6 +43,9 @@ app = typer.Typer(
 
 
 _AT_ONCE = 100  # objects
+_LEAST_PREFIX = 8  # characters of a namespace
+_NUMBERS = ("rows", "bytes", "a row", "ratio", "segments", "files", "age", "last use")
+_UNITS = ("KB", "MB", "GB", "TB", "PB")
 
 
 class _Format(str, enum.Enum):
@@ -54,19 +64,19 @@ _AsFormat = Annotated[_Format, typer.Option("--format", help="How to print the r
 def _print_bad(files: Sequence[dict[str, str]]) -> None:
     """Print a line for each file that is not good."""
     for one in files:
-        out.say("{file}: {state}: {reason}".format_map(one))
+        say("{file}: {state}: {reason}".format_map(one))
 
 
 def _print_deleted(gone: Sequence[Gone], names: Mapping[str, str], form: _Format) -> None:
     """Print how much was deleted in each namespace, with its class."""
     if form is _Format.json:
-        out.print_json([{"class": names[one.namespace], **one._asdict()} for one in gone])
+        print_json([{"class": names[one.namespace], **one._asdict()} for one in gone])
         return
     if gone:
-        rows = [(one.namespace, names[one.namespace], f"{one.files:,}", out.size(one.bytes)) for one in gone]
-        out.print_table(("namespace", "class", "files", "bytes"), rows)
+        rows = [(one.namespace, names[one.namespace], f"{one.files:,}", size(one.bytes)) for one in gone]
+        print_table(("namespace", "class", "files", "bytes"), rows)
     files, nbytes = sum(one.files for one in gone), sum(one.bytes for one in gone)
-    out.say(f"{out.counted(files, 'file')} deleted, {out.size(nbytes)}")
+    say(f"{counted(files, 'file')} deleted, {size(nbytes)}")
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -74,16 +84,16 @@ def run(arguments: Sequence[str]) -> None:
     try:
         app(args=list(arguments), prog_name="torchcache2")
     except (TorchcacheError, NewerFormatError) as error:
-        out.tell(f"torchcache2: {error}")
+        tell(f"torchcache2: {error}")
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        out.tell(f"torchcache2: {where}{error.strerror or error}")
+        tell(f"torchcache2: {where}{error.strerror or error}")
     raise SystemExit(2)
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        out.say(f"torchcache2 {__version__}")
+        say(f"torchcache2 {__version__}")
         raise typer.Exit
 
 
@@ -100,49 +110,47 @@ def _options(
 def _ls(directory: _Dir = ".", form: _AsFormat = _Format.table) -> None:
     """List the namespaces: class, rows, bytes, last use."""
     from torchcache2.cli import report
-    from torchcache2.cli.report import opened
 
-    with opened(directory) as cache:
+    with report.opened(directory) as cache:
         found = [report.namespace(cache, one) for one in cache.scan()]
     found.sort(key=lambda one: one.last_used or 0.0, reverse=True)
     if form is _Format.json:
-        out.print_json([one.to_json() for one in found])
+        print_json([one.to_json() for one in found])
         return
     columns = ("namespace", "class", "rows", "bytes", "a row", "ratio", "age", "last use", "in use")
     rows = []
-    for name, one in zip(out.prefixes([one.id for one in found]), found, strict=True):
-        each = out.size(one.stored_bytes // one.rows) if one.rows else "-"
-        numbers = (f"{one.rows:,}", out.size(one.nbytes), each, out.ratio(one.ratio))
-        ages = (out.ago(one.created), out.ago(one.last_used))
+    for name, one in zip(prefixes([one.id for one in found]), found, strict=True):
+        each = size(one.stored_bytes // one.rows) if one.rows else "-"
+        numbers = (f"{one.rows:,}", size(one.nbytes), each, ratio(one.ratio))
+        ages = (ago(one.created), ago(one.last_used))
         rows.append((name, one.title, *numbers, *ages, {True: "yes", False: "no", None: "?"}[one.in_use]))
-    out.print_table(columns, rows)
+    print_table(columns, rows)
     unreadable = sum(one.unreadable for one in found)
     if unreadable:
-        out.tell(f"{out.counted(unreadable, 'segment')} cannot be opened: `torchcache2 verify` says why")
+        tell(f"{counted(unreadable, 'segment')} cannot be opened: `torchcache2 verify` says why")
 
 
 @app.command("stats")
 def _stats(directory: _Dir = ".", form: _AsFormat = _Format.table) -> None:
     """Count segments, rows and bytes of a cache directory."""
     from torchcache2.cli import report
-    from torchcache2.cli.report import opened
 
-    with opened(directory) as cache:
+    with report.opened(directory) as cache:
         totals = report.totals(cache, cache.scan())
     if form is _Format.json:
-        out.print_json(totals)
+        print_json(totals)
         return
     unreadable = f", {totals['unreadable']:,} unreadable" if totals["unreadable"] else ""
     codecs = ", ".join(f"{name} {count:,}" for name, count in totals["codecs"].items())
-    out.print_pairs(
+    print_pairs(
         {
             "directory": totals["directory"],
             "format": str(totals["format"]),
             "namespaces": f"{totals['namespaces']:,}, {totals['in_use']:,} in use",
             "segments": f"{totals['segments']:,}{unreadable}",
             "rows": f"{totals['rows']:,}",
-            "bytes": out.size(totals["bytes"]),
-            "ratio": out.ratio(totals["ratio"]),
+            "bytes": size(totals["bytes"]),
+            "ratio": ratio(totals["ratio"]),
             "codecs": codecs or "-",
             "corrupt files": f"{totals['corrupt']:,}",
             "temporary files": f"{totals['temporary']:,}",
@@ -157,45 +165,48 @@ def _verify(directory: _Dir = ".", form: _AsFormat = _Format.table) -> None:
 
     Changes nothing.
     """
-    from torchcache2.cli.report import STATES, opened, row_limit, trouble, verdict, verdict_of_run
+    from torchcache2.cli import report
 
-    counts, rows, bad, limit = dict.fromkeys(STATES, 0), 0, [], row_limit()
+    counts, rows, bad, limit = dict.fromkeys(report.STATES, 0), 0, [], report.row_limit()
+
+    def note(name: str, found: Verdict) -> None:
+        if found.state != "gone":
+            bad.append({"file": name, "state": found.state, "reason": found.reason})
+
     with contextlib.ExitStack() as stack:
-        cache = stack.enter_context(opened(directory))
+        cache = stack.enter_context(report.opened(directory))
         contents = cache.scan()
-        size = sum(info.size for one in contents for info in one.segments)
-        advance = stack.enter_context(out.progress("checking", size))
+        total = sum(info.size for one in contents for info in one.segments)
+        advance = stack.enter_context(progress("checking", total))
         for one in contents:
             try:
                 if not one.files:
                     cache.contents(one.namespace)  # raises what `scan` suppresses
             except OSError as error:
-                found = trouble(error)
+                found = report.trouble(error)
                 counts[found.state] += 1
-                bad.append({"file": one.namespace, "state": found.state, "reason": found.reason})
-            for info in one.segments:
-                name = f"{one.namespace}/{info.name}"
-                found = verdict(cache.fs, os.path.join(cache.path, name), one.namespace, limit)
-                counts[found.state] += 1
+                note(one.namespace, found)
+            for info in (*one.segments, *one.runs):
+                name, is_run = f"{one.namespace}/{info.name}", info in one.runs
+                path = os.path.join(cache.path, name)
+                if is_run:
+                    found = report.verdict_of_run(cache.fs, path)
+                else:
+                    found = report.verdict(cache.fs, path, one.namespace, limit)
+                    advance(info.size)
                 if found.state == "good":
                     rows += found.rows
-                elif found.state != "gone":
-                    bad.append({"file": name, "state": found.state, "reason": found.reason})
-                advance(info.size)
-            for info in one.runs:
-                name = f"{one.namespace}/{info.name}"
-                found = verdict_of_run(cache.fs, os.path.join(cache.path, name))
-                if found.state not in ("good", "gone"):
-                    counts[found.state] += 1
-                    bad.append({"file": name, "state": found.state, "reason": found.reason})
+                else:
+                    note(name, found)
+                counts[found.state] += not is_run or found.state not in ("good", "gone")
     aside = sum(len(one.corrupt) for one in contents)
     if form is _Format.json:
-        out.print_json({**counts, "rows": rows, "set_aside": aside, "files": bad})
+        print_json({**counts, "rows": rows, "set_aside": aside, "files": bad})
     else:
         _print_bad(bad)
-        good = f"{out.counted(counts['good'], 'good segment')} with {out.counted(rows, 'row')}"
+        good = f"{counted(counts['good'], 'good segment')} with {counted(rows, 'row')}"
         rest = f"{counts['damaged']:,} damaged, {counts['unreadable']:,} unreadable"
-        out.say(f"{good}; {rest}, {counts['unchecked']:,} not checked, {aside:,} set aside earlier")
+        say(f"{good}; {rest}, {counts['unchecked']:,} not checked, {aside:,} set aside earlier")
     raise typer.Exit(1 if counts["damaged"] or counts["unreadable"] else 0)
 
 
@@ -211,12 +222,11 @@ def _prune(
     size is in use.
     """
     from torchcache2.cli import report
-    from torchcache2.cli.report import folder
     from torchcache2.core.sizes import parse_size
     from torchcache2.files.removal import make_room, remove_leftovers, used_bytes
 
     budget = parse_size("--max-size", max_size)
-    cache = folder(directory, "prune")
+    cache = report.folder(directory, "prune")
     before = cache.scan()
     names = {one.namespace: report.name(cache, one.namespace) for one in before}
     remove_leftovers(cache)
@@ -224,7 +234,7 @@ def _prune(
     after = cache.scan()
     _print_deleted(report.gone(before, after), names, form)
     if not enough:
-        out.tell(f"torchcache2: {out.size(used_bytes(after))} are left, in use by running processes")
+        tell(f"torchcache2: {size(used_bytes(after))} are left, in use by running processes")
         raise typer.Exit(1)
 
 
@@ -242,67 +252,61 @@ def _rm(
     """Delete namespaces. Files that are not the cache's stay."""
     if bool(namespaces) == everything:
         raise OptionError("expected namespaces after DIR, as `torchcache2 ls DIR` prints them, or --all")
-    if is_url(directory):
-        _remove_in_bucket(directory, namespaces, form, ask=not yes)
-        return
     from torchcache2.cli import report
     from torchcache2.files.removal import remove_namespace
 
-    cache = report.folder(directory, "rm")
-    chosen = report.chosen(cache, namespaces)
-    found = [report.namespace(cache, one) for one in chosen]
-    used = [one for one in found if one.in_use is not False]
-    if used and not force:
+    with report.opened(directory) as cache:
+        chosen = report.chosen(cache, namespaces)
+        found = [report.namespace(cache, one) for one in chosen]
+        is_far = is_url(directory)
+        used = [one for one in found if one.in_use is not False and not is_far and not force]
         for one in used:
             why = "is used by a running process" if one.in_use else "may be in use: there are no locks here"
-            out.tell(f"torchcache2: {one.id} ({one.name}) {why}; --force deletes it")
-        raise typer.Exit(1)
-    if not yes:
-        for one in found:
-            out.tell(f"{one.id}  {one.title}  {one.rows:,} rows  {out.size(one.nbytes)}")
-        typer.confirm("Delete?", abort=True, err=True)
-    busy = [one.namespace for one in chosen if not remove_namespace(cache, one.namespace, force=force)]
-    after = [cache.contents(one.namespace) for one in chosen]
-    _print_deleted(report.gone(chosen, after), {one.id: one.name for one in found}, form)
+            tell(f"torchcache2: {one.id} ({one.name}) {why}; --force deletes it")
+        if used:
+            raise typer.Exit(1)
+        if not yes:
+            for one in found:
+                tell(f"{one.id}  {one.title}  {one.rows:,} rows  {size(one.nbytes)}")
+            if is_far:
+                count, nbytes = (
+                    counted(len(found), "namespace"),
+                    size(sum(one.nbytes for one in found)),
+                )
+                tell(f"{cache.path}: {count}, {nbytes}; other processes may be using them")
+            typer.confirm("Delete?", abort=True, err=True)
+        busy = []
+        try:
+            if is_far:
+                _remove_objects(cache, chosen, everything=everything)
+            else:
+                busy = [
+                    one.namespace for one in chosen if not remove_namespace(cache, one.namespace, force=force)
+                ]
+        finally:  # also after a fault of the bucket
+            after = [cache.contents(one.namespace) for one in chosen]
+            _print_deleted(report.gone(chosen, after), {one.id: one.name for one in found}, form)
     if busy:
-        out.tell(f"torchcache2: {', '.join(busy)}: a process has begun to use it")
+        tell(f"torchcache2: {', '.join(busy)}: a process has begun to use it")
         raise typer.Exit(1)
 
 
-def _remove_in_bucket(url: str, names: Sequence[str] | None, form: _Format, *, ask: bool) -> None:
-    """Delete the objects of the format in namespaces, or of all and the tag; other objects stay."""
-    from torchcache2.cli import report
+def _remove_objects(cache: CacheDirectory, chosen: Sequence[Contents], *, everything: bool) -> None:
+    """Delete a bucket's objects of the format in some namespaces, or of all and the tag; others stay."""
     from torchcache2.files.directory import TAG
     from torchcache2.tiers.bucket.files import BucketFiles
 
-    with report.opened(url) as cache:
-        assert isinstance(cache.fs, BucketFiles)
-        contents = report.chosen(cache, names)
-        found = [report.namespace(cache, one) for one in contents]
-        if ask:
-            for one in found:
-                out.tell(f"{one.id}  {one.title}  {one.rows:,} rows  {out.size(one.nbytes)}")
-            nbytes = out.size(sum(one.nbytes for one in found))
-            out.tell(
-                f"{cache.path}: {out.counted(len(found), 'namespace')}, {nbytes}; other processes may "
-                f"be using them"
-            )
-            typer.confirm("Delete?", abort=True, err=True)
-        # Delete a namespace's description last, so that an interrupted deletion leaves no undescribed files.
-        files = [(one.namespace, info) for one in contents for info in (*one.segments, *one.heads)]
-        files += [(one.namespace, info) for one in contents for info in (*one.corrupt, *one.temporary)]
-        files += [(one.namespace, info) for one in contents for info in (*one.runs, *one.packs, *one.others)]
-        try:
-            with out.progress("deleting", sum(info.size for _, info in files)) as advance:
-                for first in range(0, len(files), _AT_ONCE):
-                    some = files[first : first + _AT_ONCE]
-                    cache.fs.remove_all([os.path.join(cache.path, name, info.name) for name, info in some])
-                    advance(sum(info.size for _, info in some))
-            if not names and not any(one.files for one in cache.scan()):
-                cache.fs.remove(os.path.join(cache.path, TAG))
-        finally:  # also after a fault of the bucket
-            after = [cache.contents(one.namespace) for one in contents]
-            _print_deleted(report.gone(contents, after), {one.id: one.name for one in found}, form)
+    assert isinstance(cache.fs, BucketFiles)
+    # Delete a namespace's description last, so that an interrupted deletion leaves no undescribed files.
+    files = [(one.namespace, info) for one in chosen for info in one.files if info not in one.others]
+    files += [(one.namespace, info) for one in chosen for info in one.others]
+    with progress("deleting", sum(info.size for _, info in files)) as advance:
+        for first in range(0, len(files), _AT_ONCE):
+            some = files[first : first + _AT_ONCE]
+            cache.fs.remove_all([os.path.join(cache.path, name, info.name) for name, info in some])
+            advance(sum(info.size for _, info in some))
+    if everything and not any(one.files for one in cache.scan()):
+        cache.fs.remove(os.path.join(cache.path, TAG))
 
 
 @app.command("export")
@@ -312,17 +316,16 @@ def _export(
     form: _AsFormat = _Format.table,
 ) -> None:
     """Write all segments to one file, for another machine."""
-    from torchcache2.cli import archive
-    from torchcache2.cli.report import folder
+    from torchcache2.cli import archive, report
 
-    cache = folder(directory, "export")
+    cache = report.folder(directory, "export")
     contents = cache.scan()
-    with out.progress("exporting", sum(info.size for one in contents for info in one.segments)) as advance:
+    with progress("exporting", sum(info.size for one in contents for info in one.segments)) as advance:
         count, nbytes = archive.export(cache, file, advance)
     if form is _Format.json:
-        out.print_json({"file": os.path.abspath(file), "segments": count, "bytes": nbytes})
+        print_json({"file": os.path.abspath(file), "segments": count, "bytes": nbytes})
     else:
-        out.say(f"{file}: {out.counted(count, 'segment')}, {out.size(nbytes)}")
+        say(f"{file}: {counted(count, 'segment')}, {size(nbytes)}")
 
 
 @app.command("import")
@@ -332,28 +335,24 @@ def _import(
     form: _AsFormat = _Format.table,
 ) -> None:
     """Add the segments of an exported file, after checking each. Exit code 1 if some are left out."""
-    from torchcache2.cli import archive
-    from torchcache2.cli.archive import ArchiveError
-    from torchcache2.cli.report import check_folder
+    from torchcache2.cli import archive, report
     from torchcache2.files.directory import CacheDirectory
     from torchcache2.files.filesystem import FileSystem
 
-    check_folder(directory, "import")
+    report.check_folder(directory, "import")
     try:
-        with out.progress("importing", os.stat(file).st_size) as advance:
+        with progress("importing", os.stat(file).st_size) as advance:
             done = archive.import_archive(file, CacheDirectory(directory, FileSystem()), advance)
-    except ArchiveError as error:
+    except archive.ArchiveError as error:
         raise OptionError(f"{file!r} {error}; nothing was imported") from None
     bad = [{"file": name, "state": found.state, "reason": found.reason} for name, found in done.refused]
     if form is _Format.json:
         counts = {"segments": done.segments, "rows": done.rows, "bytes": done.nbytes, "kept": done.kept}
-        out.print_json({**counts, "files": bad})
+        print_json({**counts, "files": bad})
     else:
         _print_bad(bad)
-        new = f"{out.counted(done.segments, 'segment')} with {out.counted(done.rows, 'row')}"
-        out.say(
-            f"{new}, {out.size(done.nbytes)} imported; {done.kept:,} there already, {len(bad):,} left out"
-        )
+        new = f"{counted(done.segments, 'segment')} with {counted(done.rows, 'row')}"
+        say(f"{new}, {size(done.nbytes)} imported; {done.kept:,} there already, {len(bad):,} left out")
     raise typer.Exit(1 if bad else 0)
 
 
@@ -365,24 +364,121 @@ def _dump(
     form: _AsFormat = _Format.table,
 ) -> None:
     """Write the rows of a namespace to a plain safetensors file. Exit code 1 if some cannot be read."""
-    from torchcache2.cli import dump
-    from torchcache2.cli.report import matching, opened
+    from torchcache2.cli import dump, report
 
-    with opened(directory) as cache:
-        contents = matching(cache, cache.scan(), namespace)
-        done = dump.dump(cache, contents, file, lambda total: out.progress("writing", total))
+    with report.opened(directory) as cache:
+        contents = report.matching(cache, cache.scan(), namespace)
+        done = dump.dump(cache, contents, file, lambda total: progress("writing", total))
     bad = [{"file": name, "state": one.state, "reason": one.reason} for name, one in done.refused.items()]
     bad = [one for one in bad if one["state"] != "gone"]
     if form is _Format.json:
         counts = {"rows": done.rows, "bytes": done.nbytes, "structures": done.structures}
         dataset = {} if done.length is None else {"length": done.length, "samples": done.indexed}
-        out.print_json({"file": os.path.abspath(file), **counts, **dataset, "files": bad})
+        print_json({"file": os.path.abspath(file), **counts, **dataset, "files": bad})
     else:
         _print_bad(bad)
-        text = f"{file}: {out.counted(done.rows, 'row')}, {out.size(done.nbytes)}"
+        text = f"{file}: {counted(done.rows, 'row')}, {size(done.nbytes)}"
         if done.length is not None:
-            text += f"; {done.indexed:,} of the dataset's {out.counted(done.length, 'sample')}"
+            text += f"; {done.indexed:,} of the dataset's {counted(done.length, 'sample')}"
         if done.structures > 1:
             text += f"; {done.structures} structures"
-        out.say(text)
+        say(text)
     raise typer.Exit(1 if bad else 0)
+
+
+# Tables and progress for a terminal, plain text for a pipe, JSON for programs.
+
+
+def say(text: str) -> None:
+    """Print a line of the result, even if the terminal lacks some of its characters."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding))
+
+
+def tell(text: str) -> None:
+    """Print a line that is not part of the result."""
+    print(text, file=sys.stderr)
+
+
+def print_json(value: Any) -> None:
+    """Print a result for programs."""
+    say(json.dumps(value, indent=2))
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table with a header; if the output is not a terminal, separated by tabs."""
+    if not sys.stdout.isatty():
+        for row in (columns, *rows):
+            say("\t".join(row))
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for i, name in enumerate(columns):
+        is_number = name in _NUMBERS
+        table.add_column(
+            name, justify="right" if is_number else "left", no_wrap=is_number or i == 0, overflow="fold"
+        )
+    for row in rows:
+        table.add_row(*map(Text, row))  # text from files is not markup
+    Console().print(table)
+
+
+def print_pairs(pairs: Mapping[str, str]) -> None:
+    """Print names and values."""
+    if not sys.stdout.isatty():
+        for name, value in pairs.items():
+            say(f"{name}\t{value}")
+        return
+    console, width = Console(), max(map(len, pairs))
+    for name, value in pairs.items():
+        console.print(Text.assemble((name.ljust(width), "bold"), "  ", value), soft_wrap=True)
+
+
+@contextlib.contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar of bytes, in a terminal; yields a function to call with the number of new bytes."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.advance(task, done)
+
+
+def prefixes(names: Sequence[str]) -> list[str]:
+    """The shortest distinct prefixes of names."""
+    length = _LEAST_PREFIX
+    while len({name[:length] for name in names}) < len(set(names)):
+        length += 1
+    return [name[:length] for name in names]
+
+
+def counted(count: int, what: str) -> str:
+    """A number of things."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def size(count: float) -> str:
+    """Bytes for people: as `sizes.parse_size` reads them, powers of 1000."""
+    unit = "B"
+    for larger in _UNITS:
+        if count < 999.5:
+            break
+        count, unit = count / 1000, larger
+    return f"{count:.0f} {unit}" if unit == "B" or count >= 99.95 else f"{count:.1f} {unit}"
+
+
+def ratio(value: float | None) -> str:
+    """A ratio for people."""
+    return "-" if value is None else f"{value:.2f}"
+
+
+def ago(seconds: float | None) -> str:
+    """How long ago a time (in seconds since the epoch) is."""
+    if seconds is None:
+        return "-"
+    passed = max(0.0, time.time() - seconds)
+    for length, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if passed >= length:
+            return f"{passed / length:.0f} {unit}"
+    return f"{passed:.0f} s"

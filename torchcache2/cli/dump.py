@@ -270,11 +270,12 @@ def dump(directory: CacheDirectory, contents: Contents, path: str, progress: Pro
     if fs.exists(path):
         raise OptionError(f"{path!r} exists already")
     done.length = _length(directory, contents.namespace)
+    parts = _parts(directory, contents, done)
     while True:
-        parts = _parts(directory, contents, done)
 
-        def fill(file: Descriptor, temporary: str, parts: Sequence[_Part] = parts) -> None:
-            _write(fs, file, directory, contents.namespace, parts, done, progress)
+        def fill(file: Descriptor, temporary: str) -> None:
+            left = [part for part in parts if part.name not in done.refused]
+            _write(fs, file, directory, contents.namespace, left, done, progress)
             with safetensors.safe_open(temporary, framework="np"):
                 pass  # safetensors checks the header written
 
@@ -298,8 +299,6 @@ def _parts(directory: CacheDirectory, contents: Contents, done: Dumped) -> list[
     for info in sorted(contents.segments):
         name = f"{contents.namespace}/{info.name}"
         path = os.path.join(directory.path, name)
-        if name in done.refused:
-            continue
         try:
             segment = Segment.open(fs, descriptors, path, limit=limit, structured=False)
             if segment.layout.namespace.hex() != contents.namespace:

@@ -21,7 +21,7 @@ from torchcache2.core.places import Bucket, is_url
 from torchcache2.core.sizes import free_memory
 from torchcache2.files.directory import TAG, CacheDirectory, Contents, is_ours
 from torchcache2.files.errors import DamagedError, NewerFormatError, UnreadableError
-from torchcache2.files.filesystem import Descriptors, FileSystem
+from torchcache2.files.filesystem import Descriptors, FileSystem, made_at
 from torchcache2.files.removal import in_use
 from torchcache2.files.run import Run
 from torchcache2.files.segment import Segment
@@ -104,10 +104,9 @@ def printable(text: str) -> str:
 
 
 _ANY = 2**63  # no limit on bytes of a row, as only the index is read
-_BASE_32 = str.maketrans("JKMNPQRSTVWXYZ", "IJKLMNOPQRSTUV")  # from the letters of a ULID to those of `int`
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Namespace:
     """Facts about a namespace, for the commands."""
 
@@ -115,15 +114,15 @@ class Namespace:
     name: str  # of the class or function; "?" if its ``fingerprint.json`` does not say
     dataset: dict[str, Any] | None  # for a dataset: its description, and the share that is filled
     segments: int
-    unreadable: int  # segments that could not be opened; the next four are about the others
-    rows: int
-    row_bytes: int  # as they are in memory
-    stored_bytes: int
-    codecs: dict[str, int]  # segments by codec
     nbytes: int  # of all files
     created: float | None  # seconds since the epoch, as the next
     last_used: float | None
     in_use: bool | None  # by a living process; None if unknown
+    unreadable: int = 0  # segments that could not be opened; the next four are about the others
+    rows: int = 0
+    row_bytes: int = 0  # as they are in memory
+    stored_bytes: int = 0
+    codecs: dict[str, int] = dataclasses.field(default_factory=dict)  # segments by codec
 
     @property
     def ratio(self) -> float | None:
@@ -143,45 +142,50 @@ class Namespace:
 
     def to_json(self) -> dict[str, Any]:
         """The report for ``json.dumps``."""
-        return {
-            "namespace": self.id,
-            "class": self.name,
-            "dataset": self.dataset,
-            "segments": self.segments,
-            "unreadable": self.unreadable,
-            "rows": self.rows,
-            "bytes": self.nbytes,
-            "row_bytes": self.row_bytes,
-            "ratio": self.ratio and round(self.ratio, 4),
-            "codecs": self.codecs,
-            "created": _iso(self.created),
-            "last_used": _iso(self.last_used),
-            "in_use": self.in_use,
-        }
+        facts = dataclasses.asdict(self)
+        named = {"namespace": facts.pop("id"), "class": facts.pop("name"), "bytes": facts.pop("nbytes")}
+        del facts["stored_bytes"]
+        ratio = self.ratio and round(self.ratio, 4)
+        return (
+            named | facts | {"ratio": ratio} | {name: _iso(facts[name]) for name in ("created", "last_used")}
+        )
 
 
 def existing(path: str, fs: FileSystem) -> CacheDirectory:
-    """The cache directory at a path; an `OptionError` if there is none."""
+    """The cache directory at a path or URL; an `OptionError` if there is none."""
     directory = CacheDirectory(path, fs)
     try:
         names = [info.name for info in fs.listing(directory.path)]
-        directory.check()
+        if not is_url(path):  # other programs' objects may be beside ours
+            directory.check()
     except FileNotFoundError:
         raise OptionError(f"{path!r} does not exist") from None
     except NotADirectoryError:
         raise OptionError(f"{path!r} is a file, not a cache directory") from None
     except OptionError:
         raise OptionError(f"{path!r} is not a cache directory: it has no {TAG} of torchcache2") from None
-    if TAG not in names and not directory.scan():  # foreign files would be an `OptionError`
-        raise OptionError(f"{path!r} is empty: no cache has written to it yet")
+    if TAG not in names and not directory.scan():
+        if is_url(path):
+            raise OptionError(f"{path!r} is not a cache directory: it has neither {TAG} nor a namespace")
+        raise OptionError(f"{path!r} is empty: no cache has written to it yet")  # else `check` raises
     return directory
 
 
 def namespace(directory: CacheDirectory, contents: Contents) -> Namespace:
     """Collect facts about a namespace from the indices of its segments, without reading rows."""
-    rows = row_bytes = stored = unreadable = 0
-    codecs: collections.Counter[str] = collections.Counter()
-    dataset, keys = _dataset(directory.fingerprint(contents.namespace).get("dataset")), list[Array]()
+    described = directory.fingerprint(contents.namespace)
+    dataset, keys = _dataset(described.get("dataset")), list[Array]()
+    facts = Namespace(
+        contents.namespace,
+        name(directory, contents.namespace),
+        dataset,
+        len(contents.segments),
+        contents.nbytes,
+        _created(described.get("created"), contents),
+        contents.last_used or None,
+        # A bucket has no locks, so its users are unknown.
+        None if is_url(directory.path) else in_use(directory, contents.namespace),
+    )
     descriptors = Descriptors(directory.fs)
     for info in contents.segments:
         path = os.path.join(directory.path, contents.namespace, info.name)
@@ -190,34 +194,19 @@ def namespace(directory: CacheDirectory, contents: Contents) -> Namespace:
         except FileNotFoundError:
             continue  # deleted meanwhile
         except (OSError, UnreadableError, OptionError):
-            unreadable += 1
+            facts.unreadable += 1
             continue
-        rows += len(segment)
+        facts.rows += len(segment)
         if dataset is not None and segment.keys is not None:
             keys.append(segment.keys)
         for schema, which in segment.schemas(np.arange(len(segment))):
-            row_bytes += schema.row_bytes * len(which)
-        stored += segment.nbytes
-        codecs[segment.layout.codec] += 1
+            facts.row_bytes += schema.row_bytes * len(which)
+        facts.stored_bytes += segment.nbytes
+        facts.codecs[segment.layout.codec] = facts.codecs.get(segment.layout.codec, 0) + 1
     if dataset is not None:
         length = dataset["length"]  # 1.0 only if all samples are there
         dataset["filled"] = None if length is None else math.floor(1e4 * filled(length, keys)) / 1e4
-    return Namespace(
-        id=contents.namespace,
-        name=name(directory, contents.namespace),
-        dataset=dataset,
-        segments=len(contents.segments),
-        unreadable=unreadable,
-        rows=rows,
-        row_bytes=row_bytes,
-        stored_bytes=stored,
-        nbytes=contents.nbytes,
-        codecs=dict(sorted(codecs.items())),
-        created=_created(directory.fingerprint(contents.namespace).get("created"), contents),
-        last_used=contents.last_used or None,
-        # A bucket has no locks, so its users are unknown.
-        in_use=None if is_url(directory.path) else in_use(directory, contents.namespace),
-    )
+    return facts
 
 
 def name(directory: CacheDirectory, namespace: str) -> str:
@@ -278,9 +267,7 @@ def gone(before: Sequence[Contents], after: Sequence[Contents]) -> list[Gone]:
 def totals(directory: CacheDirectory, contents: list[Contents]) -> dict[str, Any]:
     """Counts of the whole directory, for ``json.dumps``."""
     namespaces = [namespace(directory, one) for one in contents]
-    codecs: collections.Counter[str] = collections.Counter()
-    for one in namespaces:
-        codecs.update(one.codecs)
+    codecs = sum((collections.Counter(one.codecs) for one in namespaces), collections.Counter[str]())
     row_bytes, stored = sum(n.row_bytes for n in namespaces), sum(n.stored_bytes for n in namespaces)
     return {
         "directory": directory.path,
@@ -321,9 +308,7 @@ def _created(stated: Any, contents: Contents) -> float | None:
     except (ValueError, OverflowError):
         pass
     oldest = min((info.name for info in contents.segments), default="")
-    if not oldest:
-        return None
-    return int(oldest[:10].translate(_BASE_32), 32) / 1000  # milliseconds
+    return made_at(oldest) / 1000 if oldest else None
 
 
 def _iso(seconds: float | None) -> str | None:
@@ -343,25 +328,16 @@ def opened(path: str) -> Iterator[CacheDirectory]:
     if not is_url(path):
         yield existing(path, FileSystem())
         return
-    with _told():
-        bucket = Bucket.of(path, option="DIR")
-    url = bucket.url
-    objects = Objects(bucket, ToldOnce(lambda _: False))  # here, a fault is an error, not a warning
-    try:
-        with _told():
-            objects.check()
-        cache = CacheDirectory(url, BucketFiles(objects))
+    with contextlib.ExitStack() as stack:
         try:
-            names = [info.name for info in cache.fs.listing(cache.path)]
-        except FileNotFoundError:
-            raise OptionError(f"{url!r} does not exist") from None
-        if TAG not in names and not cache.scan():  # other programs' objects may be beside ours
-            raise OptionError(
-                f"{cache.path!r} is not a cache directory: it has neither {TAG} nor a namespace"
-            )
-        yield cache
-    finally:
-        objects.close()
+            # Here, a fault is an error, not a warning.
+            objects = Objects(Bucket.of(path, option="DIR"), ToldOnce(lambda _: False))
+            stack.callback(objects.close)
+            objects.check()
+        except OptionError as error:
+            advice = _OPTIONS if "storage_options" in str(error) else ""
+            raise OptionError(f"{error}{advice}") from None
+        yield existing(objects.bucket.url, BucketFiles(objects))
 
 
 def folder(path: str, command: str) -> CacheDirectory:
@@ -374,14 +350,3 @@ def check_folder(path: str, command: str) -> None:
     """Raise `OptionError` if a path is a URL, without showing it, as it may contain a password."""
     if is_url(path):
         raise OptionError(f"`torchcache2 {command}` takes a folder, not a URL: copy its files first")
-
-
-@contextlib.contextmanager
-def _told() -> Iterator[None]:
-    """Extends errors about `storage_options` by where the command line takes them from."""
-    try:
-        yield
-    except OptionError as error:
-        if "storage_options" not in str(error):
-            raise
-        raise OptionError(f"{error}{_OPTIONS}") from None

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -23,9 +24,8 @@ from torchcache2.core.settings import Policy
 from torchcache2.core.sizes import Size, size_text
 from torchcache2.datasets.identity import length_of
 from torchcache2.datasets.options import CAPACITY, aliased, check, check_dataset, check_others
-from torchcache2.datasets.recipe import Keeper, Recipe
+from torchcache2.datasets.recipe import OF_PROCESS, Keeper, Recipe
 from torchcache2.datasets.served import ServedRecipe, kept_in, with_samples
-from torchcache2.datasets.source import Source
 from torchcache2.datasets.store import Store
 from torchcache2.engine.estimate import Estimate, Looks, row_sizes
 from torchcache2.engine.progress import Progress, WarmupStats
@@ -38,8 +38,7 @@ _HINTS = {
     "advice": "Samples that do not fit are loaded in each epoch: raise the budgets of memory or disk",
     "option": "disk_size",
 }
-_OF_PROCESS = ("_source", "_store")
-_OWN = ("_recipe", "_is_closed", *_OF_PROCESS)  # our own attributes; all others are the dataset's
+_OWN = ("_recipe", "_is_closed", *OF_PROCESS)  # our own attributes; all others are the dataset's
 
 
 class own_batches:  # noqa: N801
@@ -57,50 +56,6 @@ class own_batches:  # noqa: N801
             raise AttributeError("__getitems__ is not passed on to wrappers, which have a __getitem__")
         bound: Callable[..., list[Any]] = self._function.__get__(dataset, kind)
         return bound
-
-
-def fill(dataset: Any, store: Store, mine: Positions, num_workers: int, batch_size: int) -> WarmupStats:
-    """Load the missing samples of this rank, at indices `mine`; see `CachedDataset.warmup`."""
-    check({"batch_size": batch_size, "num_workers": num_workers})
-    where, total, levels = place(), len(dataset), store.levels
-    absent = mine[~levels.has(int_keys(levels.namespace, mine))].tolist()
-    there = len(mine) - len(absent)
-    if there:
-        logger.info("%s: %d of %d samples are there already", store.name, there, len(mine))
-    loader: DataLoader[Any] = DataLoader(
-        _Filling(dataset),
-        batch_size,
-        sampler=absent,
-        num_workers=num_workers,
-        collate_fn=_as_it_is,
-        generator=torch.Generator(),  # the default one must not advance
-    )
-    counts = _Counts()
-    left = len(absent)
-    known = left if where.world_size == 1 else total
-    progress = Progress(
-        store.name,
-        counts,
-        levels,
-        left,
-        known,
-        is_shown=where.rank == 0 and left > 0,
-        **_HINTS,
-    )
-    nbytes = 0
-    try:
-        for found, loaded, size in loader:
-            counts.hits += found
-            counts.misses += loaded
-            nbytes += size
-            progress.update(lambda: (nbytes, None))  # noqa: B023  # called at once
-    finally:
-        progress.close()
-    levels.flush()
-    if where.rank == 0 and (line := _outcome(store, total)):
-        print(f"{store.name}: {line}", file=sys.stderr)
-    done = progress.stats()
-    return dataclasses.replace(done, found=done.found + there, bytes=nbytes)
 
 
 def _outcome(store: Store, total: int) -> str | None:
@@ -129,10 +84,6 @@ def _outcome(store: Store, total: int) -> str | None:
     share = f"all {total:,} samples" if there == total else f"{there:,} of {total:,} samples"
     call = mine.call(path, [one for one in kept if one is not mine], partial=there < total)
     return f"{path} has {share}{size}. Without the dataset, {call} serves them"
-
-
-class _Counts:
-    hits = misses = 0
 
 
 class _Filling(Dataset[Any]):
@@ -252,7 +203,6 @@ class CachedDataset(Keeper, Dataset[Any]):
     """
 
     __module__ = "torchcache2"
-    _source: Source
 
     def __init__(
         self,
@@ -294,14 +244,6 @@ class CachedDataset(Keeper, Dataset[Any]):
             check_dataset(dataset)
             recipe = Recipe.of_dataset(dataset, given)
         self.__setstate__({"_recipe": recipe})
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in _OF_PROCESS}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._source = self._recipe.source()
-        self._store = None if self._is_closed else self._recipe.store(self._source)
 
     def __len__(self) -> int:
         length = length_of(self._recipe.dataset)
@@ -388,7 +330,39 @@ class CachedDataset(Keeper, Dataset[Any]):
         return self._fill(np.arange(where.rank, len(self), where.world_size), num_workers, batch_size)
 
     def _fill(self, mine: Positions, num_workers: int, batch_size: int) -> WarmupStats:
-        return fill(self, self._filled_store(), mine, num_workers, batch_size)
+        """Load the missing samples of this rank, at indices `mine`; see `warmup`."""
+        check({"batch_size": batch_size, "num_workers": num_workers})
+        store, where, total = self._filled_store(), place(), len(self)
+        levels = store.levels
+        absent = mine[~levels.has(int_keys(levels.namespace, mine))].tolist()
+        there = len(mine) - len(absent)
+        if there:
+            logger.info("%s: %d of %d samples are there already", store.name, there, len(mine))
+        loader: DataLoader[Any] = DataLoader(
+            _Filling(self),
+            batch_size,
+            sampler=absent,
+            num_workers=num_workers,
+            collate_fn=_as_it_is,
+            generator=torch.Generator(),  # the default one must not advance
+        )
+        counts, nbytes = SimpleNamespace(hits=0, misses=0), 0
+        known = len(absent) if where.world_size == 1 else total
+        is_shown = where.rank == 0 and bool(absent)
+        progress = Progress(store.name, counts, levels, len(absent), known, is_shown=is_shown, **_HINTS)
+        try:
+            for found, loaded, size in loader:
+                counts.hits += found
+                counts.misses += loaded
+                nbytes += size
+                progress.update(lambda: (nbytes, None))  # noqa: B023  # called at once
+        finally:
+            progress.close()
+        levels.flush()
+        if where.rank == 0 and (line := _outcome(store, total)):
+            print(f"{store.name}: {line}", file=sys.stderr)
+        done = progress.stats()
+        return dataclasses.replace(done, found=done.found + there, bytes=nbytes)
 
     def _filled_store(self) -> Store:
         """The store; `NotCachedError` if nothing is cached."""

@@ -24,9 +24,7 @@ from torchcache2.core.keys import Keys, int_keys
 from torchcache2.core.version import __version__
 from torchcache2.datasets.options import check
 from torchcache2.engine.cache import now as time_now
-from torchcache2.engine.explain import compared
 from torchcache2.engine.randomness import state_of
-from torchcache2.files.directory import CacheDirectory
 from torchcache2.identity.encoding import Encoder, digest, qualified_name, readable, text_bytes, texts_of
 from torchcache2.identity.fingerprint import Fingerprint
 from torchcache2.identity.guard import MUTABLE, size_of
@@ -266,39 +264,6 @@ class _DatasetWalk(Walk):
             self.parts[part] = data
             names.append(text_bytes(part))
         return b"attributes " + b"".join(names)
-
-
-def explained_dataset(
-    name: str,
-    kind: str,
-    now: Fingerprint,
-    directory: CacheDirectory | None,
-    since: str,
-    bypass: str | None,
-) -> str:
-    """Why samples of a dataset may not have been found, one line for each reason.
-
-    Parameters
-    ----------
-    name, kind : str
-        The dataset's name in messages, and the ``class`` of its `document`.
-    now : Fingerprint
-        The dataset's fingerprint.
-    directory : CacheDirectory, optional
-        A folder with fingerprints of other datasets of the class.
-    since : str
-        When this run began, as an ISO time.
-    bypass : str, optional
-        Why nothing is cached.
-
-    Returns
-    -------
-    str
-        Lines such as ``attribute transform.size: 224 → 256``.
-    """
-    if directory is None and bypass is None:
-        return "samples are in memory only, so there is no folder to compare with: give a cache_dir"
-    return compared(name, kind, now, None, bypass, directory, since)
 
 
 def document(identity: Identity, dataset: Any, name: str | None, version: str | int | None) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from torchcache2.datasets.identity import (
     Identity,
     document,
     document_of,
-    explained_dataset,
     identify,
     identify_prefix,
     length_of,
@@ -24,8 +23,11 @@ from torchcache2.datasets.options import Serving, level_settings
 from torchcache2.datasets.source import Source
 from torchcache2.datasets.store import Levels, Store
 from torchcache2.datasets.tally import DatasetStats, Tally
+from torchcache2.engine.explain import compared
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.tiers.redis.server import hold
+
+OF_PROCESS = ("_source", "_store")  # attributes of a `Keeper` that each process makes
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -176,16 +178,27 @@ class Recipe:
                 f"namespace {now.namespace.hex()}: a server stores only this number of a dataset, so there "
                 f"is nothing to compare with. Samples of other runs are found if they have the same number"
             )
+        if directory is None and bypass is None:
+            return "samples are in memory only, so there is no folder to compare with: give a cache_dir"
         kind, created = self.document["class"], self.document["created"]
-        return explained_dataset(self.title, kind, now, directory, created, bypass)
+        return compared(self.title, kind, now, None, bypass, directory, created)
 
 
 class Keeper:
     """What a `CachedDataset` and a `CacheLoader` have in common: how they find and keep samples or values."""
 
     _recipe: Recipe
+    _source: Source
     _store: Store | None
     _is_closed = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in OF_PROCESS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._source = self._recipe.source()
+        self._store = None if self._is_closed else self._recipe.store(self._source)
 
     def stats(self) -> DatasetStats:
         """Statistics of all processes so far."""

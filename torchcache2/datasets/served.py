@@ -18,7 +18,7 @@ from torchcache2.core.sizes import size_text
 from torchcache2.datasets.identity import Identity, Index, as_index, keys_of
 from torchcache2.datasets.options import check_served
 from torchcache2.datasets.recipe import Recipe, settings_of
-from torchcache2.datasets.source import Source
+from torchcache2.datasets.source import One, Source
 from torchcache2.datasets.store import Levels, Store
 from torchcache2.datasets.tally import Tally
 from torchcache2.files.directory import NAMESPACE_NAME, CacheDirectory, Contents
@@ -238,7 +238,7 @@ class ServedStore(Store):
         if length is not None:
             self.end = length
 
-    def fetch(self, indices: Sequence[Any]) -> list[Any]:
+    def fetch(self, indices: Sequence[Any], one: One | None = None) -> list[Any]:
         """The samples at n indices."""
         start = time.perf_counter_ns()
         indices = [self._index(index) for index in indices]

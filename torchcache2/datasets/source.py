@@ -22,6 +22,7 @@ from torchcache2.files.errors import UnreadableError
 _FIRST = 8  # samples that are always copied
 _DEEPEST = 100
 _IMMUTABLE = frozenset([type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device])
+One = Callable[[Any], Any]
 _Span = tuple[int, int]  # first byte, and the byte after the last
 _BORROWED = (-1, 0)  # stands for unknown memory
 
@@ -164,13 +165,13 @@ class Source:
         is_abstract = getattr(type(dataset), "__getitem__", None) is Dataset.__getitem__
         self._has_only_batches = self._has_batches and is_abstract
 
-    def load(self, indices: Sequence[Any]) -> tuple[list[Any], bool]:
+    def load(self, indices: Sequence[Any], one: One | None = None) -> tuple[list[Any], bool]:
         """The samples, each as it was when it was loaded, and whether they may be cached.
 
-        They may not if random numbers were drawn.
+        They may not if random numbers were drawn. ``one(index)`` loads them in place of the dataset.
         """
         if self.unseeded:
-            return self.plain(indices), False
+            return self.plain(indices, one), False
         with self._lock():
             self._loaded += len(indices)
             self._unchecked += len(indices)
@@ -179,19 +180,20 @@ class Source:
                 self._unchecked = 0
         state = RandomState(self._generators) if is_checked else None
         start = time.perf_counter_ns()
-        samples = self._in_one(indices, state) or self._apart.each(self._one, indices)
+        samples = [] if one is not None else self._in_one(indices, state)
+        samples = samples or self._apart.each(one or self._one, indices)
         self.nanoseconds += time.perf_counter_ns() - start
         return samples, state is None or not state.moved()
 
-    def plain(self, indices: Sequence[Any]) -> list[Any]:
-        """The samples, as the dataset gives them."""
+    def plain(self, indices: Sequence[Any], one: One | None = None) -> list[Any]:
+        """The samples, as the dataset, or ``one(index)``, gives them."""
         start = time.perf_counter_ns()
-        is_batch = self._has_batches and len(indices) > 1
-        samples = self._many(indices) if is_batch else [self._one(index) for index in indices]
+        is_batch = self._has_batches and len(indices) > 1 and one is None
+        samples = self._many(indices) if is_batch else list(map(one or self._one, indices))
         self.nanoseconds += time.perf_counter_ns() - start
         return samples
 
-    def is_random(self, index: Any) -> bool:
+    def is_random(self, index: Any, one: One | None = None) -> bool:
         """Whether the dataset draws random numbers, after samples that seemed to: another thread may have."""
         if self.unseeded or threading.active_count() == 1:
             return True
@@ -201,7 +203,7 @@ class Source:
         for _ in range(2):
             state = RandomState(self._generators)
             try:
-                self._one(index)
+                (one or self._one)(index)
                 if not state.moved():
                     return False
             finally:

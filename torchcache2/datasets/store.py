@@ -19,7 +19,7 @@ from torchcache2.core.process import has_peers
 from torchcache2.core.rows import Parts, Rows, Schema
 from torchcache2.core.settings import CacheSettings
 from torchcache2.datasets.identity import as_index, keys_of
-from torchcache2.datasets.source import Source
+from torchcache2.datasets.source import One, Source
 from torchcache2.datasets.tally import Tally
 from torchcache2.engine.stack import TierStack, has_any
 from torchcache2.engine.values.samples import Samples, from_rows, rebuilder
@@ -320,25 +320,22 @@ class Store:
 
     # What is loaded
 
-    def fetch(self, indices: Sequence[Any]) -> list[Any]:
-        """The samples at n indices: found, or loaded from the source and kept."""
-        source, drops = (
-            self.source,
-            self.tally.drops,
-        )  # read first: `found_random` precedes dropping all rows
+    def fetch(self, indices: Sequence[Any], one: One | None = None) -> list[Any]:
+        """The samples at n indices: found, or loaded from the source, or by ``one(index)``, and kept."""
+        drops, source = self.tally.drops, self.source  # read first: `found_random` precedes dropping all rows
         if self.tally.is_random:
             self.tally.add(random=len(indices))
-            return source.plain(indices)
+            return source.plain(indices, one)
         start, before = time.perf_counter_ns(), source.nanoseconds
         indices = [as_index(index) for index in indices]  # normalised before use
         keys = keys_of(self.levels.namespace, indices)
         samples, found, counts, _ = self.find(keys)
-        if self._verify > 0.0 and not self._is_verified(indices, samples, found):
+        if self._verify > 0.0 and not self._is_verified(indices, samples, found, one):
             self.tally.add(**counts)
-            return source.plain(indices)
+            return source.plain(indices, one)
         missing = np.flatnonzero(~found)
         if len(missing):
-            loaded, _ = self._load([indices[i] for i in missing.tolist()], keys.take(missing), drops)
+            loaded, _ = self._load([indices[i] for i in missing.tolist()], keys.take(missing), drops, one)
             for position, sample in zip(missing.tolist(), loaded, strict=True):
                 samples[position] = sample
         in_source = source.nanoseconds - before
@@ -388,24 +385,26 @@ class Store:
         if self.tally.is_random:
             raise NotCachedError(f"{self.name} draws random numbers, so no sample would be kept")
 
-    def _load(self, indices: Sequence[Any], keys: Keys, drops: int) -> tuple[list[Any], int]:
+    def _load(
+        self, indices: Sequence[Any], keys: Keys, drops: int, one: One | None = None
+    ) -> tuple[list[Any], int]:
         """Load the samples at indices with these keys; returns them, and the bytes of their rows.
 
         Keeps none if `Tally.drops` is no longer `drops`.
         """
         if len(indices) == 0:
             return [], 0
-        samples, is_steady = self.source.load(indices)
+        samples, is_steady = self.source.load(indices, one)
         if not is_steady:
-            self._moved(indices[0])
+            self._moved(indices[0], one)
             self.tally.add(random=len(samples))
             return samples, 0
         return samples, self.keep(keys, samples, drops)
 
-    def _is_verified(self, indices: Sequence[Any], samples: list[Any], found: Flags) -> bool:
+    def _is_verified(self, indices: Sequence[Any], samples: list[Any], found: Flags, one: One | None) -> bool:
         """Whether randomly chosen hits equal freshly loaded samples; if not, drops all rows."""
         drawn = np.flatnonzero(found & (self._random_shares.random(len(found)) < self._verify)).tolist()
-        fresh = self.source.load([indices[i] for i in drawn])[0]
+        fresh = self.source.load([indices[i] for i in drawn], one)[0]
         apart = [i for i, sample in zip(drawn, fresh, strict=True) if not _same(samples[i], sample)]
         self.tally.add(verified=len(drawn), mismatched=len(apart))
         if not apart:
@@ -419,9 +418,9 @@ class Store:
         self.levels.clear()
         return False
 
-    def _moved(self, index: Any) -> None:
+    def _moved(self, index: Any, one: One | None) -> None:
         """React to random numbers drawn while samples were loaded."""
-        if self.source.is_random(index) and not self.tally.is_random:
+        if self.source.is_random(index, one) and not self.tally.is_random:
             self.tally.found_random()
             self.levels.clear()
             where = f" ({self.source.unseeded[0]})" if self.source.unseeded else ""

@@ -34,7 +34,7 @@ from torchcache2.files import run as merging
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.layout import HEAD, read_head, write_head
 from torchcache2.tiers.base import Signals
-from torchcache2.tiers.bucket import heads as heads_module
+from torchcache2.tiers.bucket import source as source_module
 from torchcache2.tiers.bucket import sparse
 from torchcache2.tiers.bucket.objects import Objects
 from torchcache2.tiers.disk.tier import DiskTier
@@ -65,6 +65,10 @@ class Asked:
     def fetch(self, ranges):
         self.reads.append(list(ranges))
         return self._objects.fetch(ranges)
+
+    def texts(self, names, *most):
+        self.reads.append([(name, 0, *most) for name in names])
+        return self._objects.texts(names, *most)
 
 
 class Place:
@@ -512,7 +516,7 @@ def test_a_segment_that_is_here_already_gives_its_head(place):
 
 
 def test_processes_that_fetch_at_the_same_time_share_the_work(place, monkeypatch):
-    monkeypatch.setattr(heads_module, "_AT_ONCE", 4)
+    monkeypatch.setattr(source_module, "_AT_ONCE", 4)
     place.fill(24)
     tiers = [place.tier() for _ in range(3)]
     barrier, results = threading.Barrier(3), []

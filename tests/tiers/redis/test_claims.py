@@ -100,16 +100,15 @@ class Waiting:
     def __init__(self, names):
         self.names, self.after = keys_of(names).data.tolist(), []
 
-    def has(self, keys):
-        return np.array([key in self.names for key in keys.data.tolist()])
-
-    def after_rows(self, function):
-        self.after.append(function)
+    def once_sent(self, keys, function):
+        waits = np.array([key in self.names for key in keys.data.tolist()])
+        function(keys.take(np.flatnonzero(~waits)))
+        self.after.append(lambda: function(keys.take(np.flatnonzero(waits))))
 
 
 def test_claims_are_given_up_after_the_rows_that_wait(server, join):
     outbox = Waiting([0, 1])
-    first, second = join(server, outbox=outbox), join(server)
+    first, second = join(server, once_sent=outbox.once_sent), join(server)
     mine = claim(first, range(4))
     mine.release()
     theirs = claim(second, range(4))

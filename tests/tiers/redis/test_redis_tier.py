@@ -25,8 +25,8 @@ from tests.helpers.storage import (
     warnings_of,
 )
 from torchcache2.core.rows import Rows
+from torchcache2.tiers import writer
 from torchcache2.tiers.base import Signals
-from torchcache2.tiers.redis import outbox
 from torchcache2.tiers.redis import tier as module
 from torchcache2.tiers.redis.record import claim_names, row_names
 from torchcache2.tiers.redis.tier import RedisTier
@@ -90,7 +90,7 @@ def test_rows_that_others_need_are_sent_at_once(server, tiers):
 
 
 def test_a_large_batch_is_sent_in_pieces(server, tiers, monkeypatch):
-    monkeypatch.setattr("torchcache2.tiers.redis.outbox._PIECE", 1 << 16)
+    monkeypatch.setattr("torchcache2.tiers.redis.tier._PIECE", 1 << 16)
     tier = tiers([server], buffer=10_000, delay=NEVER)
     sizes, run = [], tier._clients.run
     monkeypatch.setattr(
@@ -108,8 +108,8 @@ def test_the_queue_is_bounded(server, tiers):
     tier = tiers([server], queue=100_000, delay=NEVER)
     for first in range(0, 200, 10):
         put(tier, range(first, first + 10), 1000)
-        with tier._outbox._lock():
-            assert tier._outbox.nbytes < 200_000
+        with tier._lock():
+            assert tier._queue.nbytes < 200_000
     assert found(tier, range(200), 1000) == list(range(200))
 
 
@@ -117,7 +117,7 @@ def test_no_more_waits_than_is_sent_in_time(server, tiers):
     tier = tiers([server], buffer=1000, delay=NEVER, most_seconds=lambda: 0.01)
     for name in range(100):
         put(tier, [name], 1000)
-    assert tier._outbox._limit < 64 << 20
+    assert tier._queue.pace.limit < 64 << 20
     wait_until(lambda: size_of(server) > 0)
 
 
@@ -145,7 +145,7 @@ def test_a_row_that_is_on_its_way_while_it_is_dropped_is_gone_afterwards(server,
             assert begun.wait(10)
             dropper = threading.Thread(target=tier.drop, args=(NAMESPACES[0],))
             dropper.start()
-            wait_until(lambda: not tier._outbox.has(keys_of([1, 2])).any())
+            wait_until(lambda: tier._unsent(keys_of([1, 2])) == [None, None])
             go_on.set()
             dropper.join(10)
             assert not dropper.is_alive()
@@ -293,13 +293,13 @@ def test_rows_that_are_too_large_are_told_once(server, tiers, log, monkeypatch):
 def test_a_server_that_comes_back_empty_is_filled_again(tiers, program, log):
     with RedisServer(program) as server:
         tier = tiers([server])
-        tier._clients.breaker.shortest = 0.05
+        tier._clients.shortest = 0.05
         put(tier, range(5))
         tier.flush()
         server.kill()
         assert found(tier, range(5)) == [] and not tier.has(keys_of([1])).any()
         assert put(tier, range(5)) == 0  # it is left out, and nothing waits for it
-        assert tier._outbox.nbytes == 0
+        assert tier._queue.nbytes == 0
         assert tier.stats().rows == 0 and tier.stats().faults > 0
         tier.drop(NAMESPACES[0])
         server.start()
@@ -370,7 +370,7 @@ def test_rows_that_a_server_forgets_are_only_missed(tiers, program, log):
 def test_servers_are_killed_and_begun_again_while_threads_read_and_write(tiers):
     with RedisServer() as first, RedisServer() as second:
         tier = tiers([first, second], buffer=5, delay=0.01)
-        tier._clients.breaker.shortest = 0.01
+        tier._clients.shortest = 0.01
         errors, is_over = [], threading.Event()
 
         def work(number):
@@ -430,8 +430,8 @@ def test_an_interrupt_leaves_a_tier_that_works(server, tiers, monkeypatch):
 
     for where, what in [
         (tier, "_send_piece"),
-        (outbox, "Batch"),
-        (outbox, "_split"),
+        (writer, "Pending"),
+        (module, "split"),
         (tier._clients, "mget"),
         (tier._clients, "run"),
     ]:
@@ -450,7 +450,7 @@ def test_an_interrupt_leaves_a_tier_that_works(server, tiers, monkeypatch):
 
 
 def test_the_garbage_collector_may_close_it_at_any_point(server, tiers, monkeypatch):
-    for where, what in [(outbox, "_split"), (outbox, "Batch"), (None, "_send_piece")]:
+    for where, what in [(module, "split"), (writer, "Pending"), (None, "_send_piece")]:
         tier = tiers([server], delay=NEVER)
         put(tier, ["before"])
         tier.flush()
@@ -467,7 +467,7 @@ def test_the_garbage_collector_may_close_it_at_any_point(server, tiers, monkeypa
             patched.setattr(owner, what, closing)
             put(tier, [what])
             found(tier, [what])
-            wait_until(lambda tier=tier: tier._outbox.closed)
+            wait_until(lambda tier=tier: tier._closed)
         assert found(tier, [what]) == []
     gc.collect()
 

@@ -113,36 +113,21 @@ class Connection:
         return sorted(found)
 
     def read(self, ranges: Sequence[tuple[str, int, int]]) -> list[Answer]:
-        """Read ``(name, start, end)``, many at once: for each its bytes, or fewer, or the exception."""
-        parts = [(self._path(name), start, end) for name, start, end in ranges]
-        if not self._is_async:
-            return [_tried(self._fs.cat_file, *part) for part in parts]
-        seconds = self._seconds(sum(end - start for _, start, end in parts), len(parts))
-        return self._together(
-            lambda path, start, end: self._fs._cat_file(path, start=start, end=end), parts, seconds
-        )
+        """Read ranges ``(name, start, end)``, many at once: for each its bytes, fewer, or the exception."""
+        parts = [((self._path(name),), {"start": start, "end": end}) for name, start, end in ranges]
+        return self._together("cat_file", parts, sum(end - start for _, start, end in ranges))
 
     def upload(self, path: str, name: str) -> None:
         """Write a local file to an object."""
-        if self._is_async:
-            seconds = self._seconds(os.path.getsize(path))
-            self._wait(self._fs._put_file, path, self._path(name), seconds=seconds)
-        else:
-            self._place(name, lambda place: self._fs.put_file(path, place))
+        self._place(name, "put_file", lambda place: (path, place), os.path.getsize(path))
 
     def write(self, name: str, data: bytes) -> None:
         """Write an object of some bytes."""
-        if self._is_async:
-            self._wait(self._fs._pipe_file, self._path(name), data, seconds=self._seconds(len(data)))
-        else:
-            self._place(name, lambda place: self._fs.pipe_file(place, data))
+        self._place(name, "pipe_file", lambda place: (place, data), len(data))
 
     def remove(self, names: Sequence[str]) -> list[Answer]:
         """Delete objects, many at once: for each None, or the exception."""
-        parts = [(self._path(name),) for name in names]
-        if not self._is_async:
-            return [_tried(self._fs.rm_file, *part) for part in parts]
-        return self._together(self._fs._rm_file, parts, self._seconds(0, len(parts)))
+        return self._together("rm_file", [((self._path(name),), {}) for name in names])
 
     def close(self) -> None:
         """Close the connections, and stop the event loop."""
@@ -180,43 +165,47 @@ class Connection:
             if future.done():
                 raise
             future.cancel()
-            raise _late(seconds) from None
+            raise TimeoutError(f"no answer within {seconds:.1f} s") from None
         except concurrent.futures.CancelledError:  # closed by another thread
             raise OSError("it is closed") from None
 
     def _together(
-        self, function: Callable[..., Any], parts: Sequence[tuple[Any, ...]], seconds: float
+        self, method: str, calls: Sequence[tuple[tuple[str, ...], dict[str, int]]], size: int = 0
     ) -> list[Answer]:
-        """Call a coroutine function for each of `parts`, many at once; returns results or exceptions."""
+        """Call a method of the file system many times at once; returns results or exceptions."""
+        if not self._is_async:
+            return [_tried(getattr(self._fs, method), *args, **options) for args, options in calls]
+        function = getattr(self._fs, f"_{method}")
 
-        async def wait() -> list[Answer]:
+        async def together() -> list[Answer]:
             gate = asyncio.Semaphore(_AT_ONCE)
 
-            async def one(part: tuple[Any, ...]) -> Answer:
+            async def one(args: tuple[str, ...], options: dict[str, int]) -> Answer:
                 async with gate:
-                    return await function(*part)
+                    return await function(*args, **options)
 
-            tasks = [asyncio.ensure_future(one(part)) for part in parts]
-            _, late = await asyncio.wait(tasks, timeout=seconds)
-            for task in late:
-                task.cancel()
-            if late:
-                await asyncio.wait(late, timeout=_CLOSING)
-            return [_outcome(task, seconds) for task in tasks]
+            return await asyncio.gather(*[one(*call) for call in calls], return_exceptions=True)
 
-        found: list[Answer] = self._wait(wait, seconds=seconds + 2 * _CLOSING) if parts else []
+        found: list[Answer] = self._wait(together, seconds=self._seconds(size, len(calls))) if calls else []
         return found
 
-    def _place(self, name: str, write: Callable[[str], Any]) -> None:
-        """Write a file in a folder; under a temporary name first, if readers could see it half written."""
+    def _place(self, name: str, method: str, args: Callable[[str], tuple[Any, ...]], size: int) -> None:
+        """Write an object; under a temporary name first, if readers could see it half written.
+
+        ``args(path)`` are the arguments of the file system's method that writes `size` bytes there.
+        """
         path = self._path(name)
+        if self._is_async:
+            self._wait(getattr(self._fs, f"_{method}"), *args(path), seconds=self._seconds(size))
+            return
+        write = getattr(self._fs, method)
         self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
         if "file" not in self._fs.protocol:
-            write(path)
+            write(*args(path))
             return
         temporary = path + TEMPORARY if path.endswith(SEGMENT) else f"{path}.{ulid()}"
         try:
-            write(temporary)
+            write(*args(temporary))
             os.replace(temporary, path)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -285,21 +274,11 @@ def _mtime(info: Mapping[str, Any]) -> float:
     return 0.0
 
 
-def _tried(function: Callable[..., Any], *args: Any) -> Answer:
+def _tried(function: Callable[..., Any], *args: Any, **options: Any) -> Answer:
     try:
-        return function(*args)
+        return function(*args, **options)
     except Exception as error:
         return error
-
-
-def _late(seconds: float) -> TimeoutError:
-    return TimeoutError(f"no answer within {seconds:.1f} s")
-
-
-def _outcome(task: asyncio.Task[Any], seconds: float) -> Answer:
-    if not task.done() or task.cancelled():
-        return _late(seconds)
-    return task.exception() or task.result()
 
 
 # What an error means, and how it reads.

@@ -15,10 +15,8 @@ from typing import Any
 
 from torchcache2.core.errors import TorchcacheError
 from torchcache2.files.directory import FINGERPRINT, NAMESPACE_NAME, SEGMENT_NAME, TAG
-from torchcache2.files.errors import DamagedError
 from torchcache2.files.filesystem import Descriptor, FileInfo, FileSystem
-from torchcache2.files.layout import head_size
-from torchcache2.tiers.bucket.objects import Objects
+from torchcache2.tiers.bucket.objects import Objects, read_heads
 
 _HEADS = 32  # that are fetched together
 _FIRST_READ = 64 << 10  # bytes, as most heads are shorter
@@ -212,19 +210,9 @@ class BucketFiles(FileSystem):
         following = [info for info in self._listings[folder] if SEGMENT_NAME.fullmatch(info.name)]
         sizes = {f"{folder}/{info.name}": info.size for info in following if f"{folder}/{info.name}" >= name}
         sizes = dict(list(sizes.items())[:_HEADS])
-        needed = {one: min(size, _FIRST_READ) for one, size in sizes.items()}
-        self._heads = dict.fromkeys(sizes, b"")
-        while needed:
-            ranges = [(one, len(self._heads[one]), end) for one, end in needed.items()]
-            for (one, _, _), data in zip(ranges, self._had(ranges, name), strict=True):
-                head = self._heads[one] = self._heads[one] + data
-                del needed[one]
-                try:
-                    size = head_size(head, sizes[one]) if data else 0
-                except DamagedError:
-                    continue  # opening the segment reports it
-                if size > len(head):
-                    needed[one] = size
+        self._heads = read_heads(self._objects, sizes, _FIRST_READ)
+        if name not in self._heads:
+            self._had([(name, 0, 1)], name)  # raises why
 
     def _had(self, ranges: Sequence[Range], needed: str) -> list[bytes]:
         """The bytes of ranges; empty for deleted objects, except that `needed` must exist."""

@@ -21,7 +21,7 @@ from torchcache2.files.directory import FINGERPRINT, MIRROR, PACK, CacheDirector
 from torchcache2.files.filesystem import Descriptor
 from torchcache2.tiers.bucket.connection import LOOP_THREAD
 from torchcache2.tiers.bucket.objects import Objects
-from torchcache2.tiers.bucket.transfers import Downloads, Folders, Transfer, Uploads
+from torchcache2.tiers.bucket.transfers import Downloads, Transfer, Uploads
 
 
 class MirrorLock:
@@ -32,29 +32,30 @@ class MirrorLock:
         self._path = os.path.join(directory.path, MIRROR)
         self._file: Descriptor | None = None
         self._holds = False
-        opening = self._opening = threading.Lock()  # no fork between opening the file and noting it
         own = weakref.ref(self)
 
         def let_go() -> None:
-            opening.release()
+            """Close the file in a forked child, which would keep the lock of a parent that is killed."""
             lock = own()
             if lock is not None:
                 lock._close()
 
         if hasattr(os, "register_at_fork"):
-            os.register_at_fork(
-                before=opening.acquire, after_in_parent=opening.release, after_in_child=let_go
-            )
+            os.register_at_fork(after_in_child=let_go)
 
     def take(self) -> bool | None:
         """Whether this process mirrors from now on; None if the lock file cannot be used."""
         try:
             if self._file is not None and not self._fs.same(self._file, self._path):
                 self.release()  # it was deleted: others would lock a new file
+            if self._file is None:
+                with contextlib.suppress(FileExistsError):
+                    self._file = self._fs.create(self._path)
+            if self._file is None:
+                self._file = self._fs.open(self._path)
             if not self._holds:
-                file = self._open()
                 # Without locks, every process mirrors: they write the same bytes.
-                self._holds = self._fs.lock(file, exclusive=True) is not False
+                self._holds = self._fs.lock(self._file, exclusive=True) is not False
         except OSError:
             self.release()
             return None
@@ -77,23 +78,6 @@ class MirrorLock:
         if self._file is not None:
             self._fs.unlock(self._file)
         self._close()
-
-    def _open(self) -> Descriptor:
-        file = self._file
-        if file is None:
-            # Do not wait for the lock: the garbage collector may call this in a thread that is about to fork
-            # and holds the lock itself.
-            if not self._opening.acquire(blocking=False):
-                raise BlockingIOError("the process is forking")
-            try:
-                try:
-                    file = self._fs.create(self._path)
-                except FileExistsError:
-                    file = self._fs.open(self._path)
-                self._file = file
-            finally:
-                self._opening.release()
-        return file
 
     def _close(self) -> None:
         """Close the file, even if a frame of a thread that a forked child lacks refers to it."""
@@ -134,8 +118,8 @@ class Mirror:
         Most bytes of the folder; uploads do not depend on it.
     flush_first : callable, optional
         Seals unsealed rows; called when the process ends.
-    uploads : bool
-        Whether to upload; False: download only.
+    uploads : bool or None
+        Whether to upload; False: download only; None: neither, so this does nothing.
     temporary : bool
         Whether the folder is deleted when this is closed.
     pause : float
@@ -151,7 +135,7 @@ class Mirror:
         budget: int,
         flush_first: Callable[[], None] = lambda: None,
         *,
-        uploads: bool = True,
+        uploads: bool | None = True,
         temporary: bool = False,
         pause: float = 0.2,
         silence: float = 10.0,
@@ -166,7 +150,7 @@ class Mirror:
 
     def begin(self) -> None:
         """Start mirroring in this process, if it should and has not yet; cheap to call again."""
-        if self._is_closed or self._runs() or get_worker_info() is not None:
+        if self.uploads is None or self._is_closed or self._runs() or get_worker_info() is not None:
             return
         with self._lock():
             if not self._runs():
@@ -225,7 +209,6 @@ class Mirror:
 
     def _start_anew(self) -> None:
         """Forget the parent's state, and start the thread."""
-        self._folders = Folders(self._directory)
         self._uploads = Uploads(self._objects, self._directory)
         self._downloads = Downloads(self._objects, self._directory, self._budget)
         self._sole = MirrorLock(self._directory)
@@ -259,8 +242,9 @@ class Mirror:
             self._wake.clear()
             begun = time.monotonic()
             self._look()
-            time.sleep(min(1.0, 4 * (time.monotonic() - begun)))  # a look at many files takes long
-            self._wake.wait(self._pause)
+            took = time.monotonic() - begun  # a look at many files takes long
+            time.sleep(min(1.0, 4 * took))
+            self._wake.wait(max(self._pause, min(5.0, 20 * took)))
 
     def _look(self) -> None:
         """Look once; if that fails, end all waiting flushes."""
@@ -276,7 +260,7 @@ class Mirror:
         flushes = list(self._flushes)  # first: later flushes may have written more
         coming = list(self._going_down)  # before the look, so that downloads ending meanwhile still count
         holds = self._sole.take()
-        contents = self._folders.look(anew=any(flush.names is None for flush in flushes))
+        contents = self._directory.scan()
         self._downloads.note(contents)
         lacking = self._uploads.wanted(contents)
         if not (holds and self.uploads):  # only the uploader knows the bucket's fingerprints

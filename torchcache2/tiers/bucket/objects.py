@@ -9,7 +9,7 @@ import os
 import random
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torchcache2.core.errors import OptionError
@@ -19,6 +19,7 @@ from torchcache2.core.process import ProcessLock
 from torchcache2.files.directory import TAG, check_format, stated_format
 from torchcache2.files.errors import AwayError, DamagedError, NewerFormatError
 from torchcache2.files.filesystem import FileInfo
+from torchcache2.files.layout import head_size
 from torchcache2.tiers.breaker import Breaker
 from torchcache2.tiers.bucket.connection import Connection, Kind, Texts, kind_of
 
@@ -154,14 +155,12 @@ class Objects(Breaker):
             self._count(down=sum(len(one) for one in found if isinstance(one, bytes)))
         return found
 
-    def texts(self, names: Sequence[str]) -> dict[str, bytes]:
-        """Small objects, many at once, without those that are gone, empty or larger than 64 kB."""
+    def texts(self, names: Sequence[str], most: int = _MOST_TEXT) -> dict[str, bytes]:
+        """Small objects, many at once, without those that are gone, empty or have `most` bytes or more."""
         found = dict[str, bytes]()
 
         def read(connection: Connection) -> None:
-            for name, data in zip(
-                names, connection.read([(one, 0, _MOST_TEXT) for one in names]), strict=True
-            ):
+            for name, data in zip(names, connection.read([(one, 0, most) for one in names]), strict=True):
                 if not isinstance(data, BaseException):
                     found[name] = bytes(data)
                 elif kind_of(data) not in (Kind.GONE, Kind.SHORT):
@@ -170,7 +169,7 @@ class Objects(Breaker):
         if names:
             self._ask(read, None)
             self._count(down=sum(map(len, found.values())))
-        return {name: data for name, data in found.items() if 0 < len(data) < _MOST_TEXT}
+        return {name: data for name, data in found.items() if 0 < len(data) < most}
 
     def upload(self, path: str, name: str) -> bool:
         """Write a local file to an object, replacing it; returns whether that worked.
@@ -312,6 +311,26 @@ class Objects(Breaker):
         with self._lock():
             self.bytes_up += up
             self.bytes_down += down
+
+
+def read_heads(objects: Objects, sizes: Mapping[str, int], first: int) -> dict[str, bytes]:
+    """The heads of segments, by name, many at once: their `first` bytes, and then the rest of longer ones.
+
+    Without those that are gone or fail. The others are at least whole unless they are damaged; not checked.
+    """
+    data = dict.fromkeys(sizes, b"")
+    ends = {name: min(size, first) for name, size in sizes.items()}
+    while ends:
+        asked = [(name, len(data[name]), end) for name, end in ends.items()]
+        ends = {}
+        for (name, _, _), piece in zip(asked, objects.read(asked), strict=True):
+            data[name] += piece or b""
+            with contextlib.suppress(DamagedError):
+                if piece is None:  # the object is gone, or the bucket fails
+                    del data[name]
+                elif (needed := head_size(data[name], sizes[name])) > len(data[name]):
+                    ends[name] = needed
+    return data
 
 
 def _listing(connection: Connection, folder: str) -> list[FileInfo]:

@@ -417,9 +417,11 @@ class BucketFolder(FileSystem):
         return None
 
     def _mark(self, file: _Sparse, start: int, end: int, state: int) -> None:
+        """Write the state of blocks, as far as possible: others fetch a block that is never marked."""
+        first, last = start // _BLOCK, -(-end // _BLOCK)
         if file.files.map is not None:
-            first, last = start // _BLOCK, -(-end // _BLOCK)
-            self._fs.write_all(file.files.map, [memoryview(bytes([state]) * (last - first))], first)
+            with contextlib.suppress(OSError):
+                self._fs.write_all(file.files.map, [memoryview(bytes([state]) * (last - first))], first)
 
     # Fetching blocks.
 
@@ -438,8 +440,7 @@ class BucketFolder(FileSystem):
             claimed.append(_Range(file, at * _BLOCK, min(file.size, stop * _BLOCK), True))
             at = states.find(_MISSING, stop, last)
         for one in claimed:
-            with contextlib.suppress(OSError):
-                self._mark(file, one.start, one.end, _COMING)
+            self._mark(file, one.start, one.end, _COMING)
         return claimed
 
     def _fetch(self, claimed: Sequence[_Range]) -> bool:
@@ -457,8 +458,7 @@ class BucketFolder(FileSystem):
         finally:
             for one, got in zip(parts, data, strict=True):
                 if isinstance(got, Exception) and one.is_kept:
-                    with contextlib.suppress(OSError):
-                        self._mark(one.file, one.start, one.end, _MISSING)
+                    self._mark(one.file, one.start, one.end, _MISSING)
         is_kept = True
         for one, got in zip(parts, data, strict=True):
             if isinstance(got, Exception) or not (one.is_kept and self._keep(one, got)):
@@ -473,12 +473,11 @@ class BucketFolder(FileSystem):
         assert one.file.files.data is not None
         try:
             self._fs.write_all(one.file.files.data, [memoryview(data)], one.start)
-            self._mark(one.file, one.start, one.end, _HERE)
         except OSError as error:
             self._no_room(error)
-            with contextlib.suppress(OSError):
-                self._mark(one.file, one.start, one.end, _MISSING)
+            self._mark(one.file, one.start, one.end, _MISSING)
             return False
+        self._mark(one.file, one.start, one.end, _HERE)
         return True
 
     def _await(self, ranges: Sequence[tuple[_Sparse, int, int]]) -> None:
@@ -492,14 +491,13 @@ class BucketFolder(FileSystem):
                 elif now - heard > _STALE:
                     for block, state in enumerate(states, start // _BLOCK):
                         if state == _COMING:
-                            with contextlib.suppress(OSError):
-                                self._mark(file, block * _BLOCK, block * _BLOCK + 1, _MISSING)
+                            self._mark(file, block * _BLOCK, block * _BLOCK + 1, _MISSING)
                     break
                 time.sleep(_LOOK_EVERY)
 
     def _finish(self, file: _Sparse) -> None:
         """Rename a complete file to its segment, unless it contradicts its head."""
-        path = file.path
+        path, is_whole = file.path, True
         try:
             head = self._fs.read_file(path + HEAD, _MOST_HEAD)
             if read_head(self._fs, path + PART) != (head, file.size):
@@ -507,19 +505,15 @@ class BucketFolder(FileSystem):
             self._fs.rename(path + PART, path)
             self._fs.remove(path + MAP)
         except DamagedError as error:
+            is_whole = False
             if path in self._doubted:
                 self._damaged(path, error)
             self._doubted.add(path)  # perhaps only the local copy is bad
-            self._discard(path)
-            file.files = _Open()
         except OSError:  # another process was faster, or the segment was dropped
-            if self._fs.is_file(path):
-                file.files = _Open(file.files.data)
-            else:
-                self._discard(path)
-                file.files = _Open()
-        else:
-            file.files = _Open(file.files.data)
+            is_whole = self._fs.is_file(path)
+        if not is_whole:
+            self._discard(path)
+        file.files = _Open(file.files.data) if is_whole else _Open()
 
     def _damaged(self, path: str, error: Exception) -> None:
         self._objects.corrupt += 1

@@ -33,15 +33,15 @@ from torchcache2.files.directory import (
     Contents,
     stated_format,
 )
-from torchcache2.files.errors import DamagedError, NewerFormatError, TooLargeError
+from torchcache2.files.errors import DamagedError, UnreadableError
 from torchcache2.files.filesystem import FileInfo
 from torchcache2.files.layout import FORMAT_VERSION, HEAD, pack, parse_head, read_head, write_head
 from torchcache2.files.removal import deleting, in_use, used_bytes
-from torchcache2.tiers.bucket.heads import LEAST_PACKED, MOST_PACK
 from torchcache2.tiers.bucket.objects import Objects
 from torchcache2.tiers.bucket.sparse import BucketFolder
 
-_SETTLED = 2e9  # nanoseconds after which another change surely changes a folder's time
+_MOST_TEXT = 16 << 20  # bytes of a fingerprint
+LEAST_PACKED, MOST_PACK = 32, 32 << 20  # heads, and bytes, of a pack
 
 
 class Transfer(NamedTuple):
@@ -49,32 +49,6 @@ class Transfer(NamedTuple):
 
     namespace: str
     name: str
-
-
-class Folders:
-    """The namespaces of a folder. Not thread-safe."""
-
-    def __init__(self, directory: CacheDirectory) -> None:
-        self._directory = directory
-        self._known: dict[str, tuple[int, Contents]] = {}
-
-    def look(self, *, anew: bool = False) -> list[Contents]:
-        """The files of each namespace; lists only changed folders, or all with `anew`."""
-        known, self._known = self._known, {}
-        try:
-            names = [info.name for info in self._directory.fs.listing(self._directory.path) if info.is_folder]
-        except FileNotFoundError:
-            return []
-        for name in filter(NAMESPACE_NAME.fullmatch, names):
-            with contextlib.suppress(PermissionError):
-                changed = self._directory.changed(bytes.fromhex(name))
-                before = known.get(name)
-                if before is None or anew or changed != before[0]:
-                    # File times are coarse: a second change soon after may not show.
-                    is_settled = time.time_ns() - changed > _SETTLED
-                    before = changed if is_settled else -1, self._directory.contents(name)
-                self._known[name] = before
-        return [contents for _, contents in self._known.values()]
 
 
 def lacking(contents: Contents) -> list[Transfer]:
@@ -168,15 +142,13 @@ class Uploads:
             layout, _ = parse_head(head, size, _ANY_SIZE, structured=False)
         except FileNotFoundError:
             return True
-        except DamagedError as error:
-            self._objects.corrupt += 1
-            self._objects.tell("corrupt", "%s is damaged (%s): it is set aside", path, str(error))
-            known.done.add(transfer.name)  # if it cannot be set aside, do not wait for it
-            with contextlib.suppress(OSError):
-                self._directory.set_aside(path)
-            return True
-        except (NewerFormatError, TooLargeError):
-            known.done.add(transfer.name)
+        except UnreadableError as error:
+            known.done.add(transfer.name)  # even if it cannot be set aside
+            if isinstance(error, DamagedError):
+                self._objects.corrupt += 1
+                self._objects.tell("corrupt", "%s is damaged (%s): it is set aside", path, str(error))
+                with contextlib.suppress(OSError):
+                    self._directory.set_aside(path)
             return True
         except OSError as error:
             self._objects.tell("unread", "%s cannot be uploaded: %s", path, repr(error))
@@ -205,18 +177,17 @@ class Uploads:
             listing = self._objects.listing()
             if listing is None:
                 return False
-            sizes = {info.name: info.size for info in listing}
-            if TAG not in sizes:
-                if not self._objects.write(TAG, TAG_TEXT.encode()):
+            names = {info.name for info in listing}
+            if TAG in names:
+                tag = self._objects.texts([TAG]).get(TAG)
+                if tag is None and self._objects.cause is not None:
                     return False
-            else:
-                tag = self._objects.read([(TAG, 0, sizes[TAG])])[0]
-                if tag is None:
-                    return False
-                if stated_format(tag) != FORMAT_VERSION:
+                if stated_format(tag or b"") != FORMAT_VERSION:
                     self._end(f"its {TAG} is of a newer format, or of another program")
                     return False
-            self._names = set(sizes)
+            elif not self._objects.write(TAG, TAG_TEXT.encode()):
+                return False
+            self._names = names
             return True
 
     def _list(self, namespace: str, known: _Namespace) -> bool:
@@ -303,17 +274,13 @@ class Uploads:
             return True
         name = f"{namespace}/{FINGERPRINT}"
         local, remote = self._directory.fingerprint(namespace), dict[str, Any]()
-        if FINGERPRINT in known.there:
-            listing = self._objects.listing(namespace)  # it may be another one by now
-            if listing is None:
+        if FINGERPRINT in known.there:  # it may be another one by now
+            data = self._objects.texts([name], _MOST_TEXT).get(name)
+            if data is None and self._objects.cause is not None:
                 return False
-            for size in [info.size for info in listing if info.name == FINGERPRINT]:
-                data = self._objects.read([(name, 0, size)])[0]
-                if data is None and self._objects.cause is not None:
-                    return False
-                with contextlib.suppress(ValueError, RecursionError):
-                    document = json.loads(data or b"")
-                    remote = document if isinstance(document, dict) else {}
+            with contextlib.suppress(ValueError, RecursionError):
+                document = json.loads(data or b"")
+                remote = document if isinstance(document, dict) else {}
         both = {**local, **remote}
         if probed := _probed(local.get("probed"), remote.get("probed")):
             both["probed"] = probed
@@ -326,17 +293,22 @@ class Uploads:
 
 
 def _probed(local: Any, remote: Any) -> dict[str, Any]:
-    """Merge two descriptions' results of probes, by kind of call: 0 is final, else the larger count wins."""
-    found: dict[str, Any] = dict(local) if isinstance(local, dict) else {}
-    for kind, number in remote.items() if isinstance(remote, dict) else []:
-        mine = found.get(kind)
-        if isinstance(mine, int) and isinstance(number, int):
-            number = max(mine, number) if mine and number else 0
-        found[kind] = number
+    """Merge two descriptions' results of probes, by kind of call.
+
+    An empty list, for items that depend on their batch, is final; else more batches win.
+    """
+    found: dict[str, Any] = dict(remote) if isinstance(remote, dict) else {}
+    for kind, mine in local.items() if isinstance(local, dict) else []:
+        theirs = found.get(kind)
+        if theirs is None or (theirs != [] and (mine == [] or _batches(mine) > _batches(theirs))):
+            found[kind] = mine
     return found
 
 
-_USED, _UNUSED = 5.0, 0.3  # seconds until a namespace's use is checked again
+def _batches(counts: Any) -> int:
+    return sum(one for one in counts if type(one) is int) if isinstance(counts, list) else 0
+
+
 _ABOUT_TO_WRITE = 1.0  # seconds
 _UNKNOWN = 1 << 62
 _SIZES = 64  # most heads read in one look
@@ -355,7 +327,6 @@ class Downloads:
         self._budget = budget
         self._here: set[Transfer] = set()  # at the last look
         self._been_here: set[Transfer] = set()  # segments that were ever here, or are damaged in the bucket
-        self._asked: dict[str, tuple[float, bool]] = {}  # until when, and whether it is in use
         self._not_before = 0.0
 
     def note(self, contents: list[Contents]) -> None:
@@ -378,7 +349,7 @@ class Downloads:
         for one in contents:
             begun = {info.name.removesuffix(PART) for info in one.parts}
             some = [transfer for transfer in absent(one) if transfer not in self._been_here]
-            if some and self._is_used(one.namespace):
+            if some and in_use(self._directory, one.namespace) is not False:
                 for transfer in sorted(some, key=lambda transfer: transfer.name not in begun):
                     opened += 1
                     size = 0 if transfer.name in begun else self._size(transfer)
@@ -397,14 +368,6 @@ class Downloads:
                 self._been_here.discard(transfer)
         except (OSError, DamagedError):  # it was dropped meanwhile
             pass
-
-    def _is_used(self, namespace: str) -> bool:
-        """Whether a process uses a namespace."""
-        until, is_used = self._asked.get(namespace, (0.0, False))
-        if time.monotonic() >= until:
-            is_used = in_use(self._directory, namespace) is not False
-            self._asked[namespace] = time.monotonic() + (_USED if is_used else _UNUSED), is_used
-        return is_used
 
     def _size(self, transfer: Transfer) -> int:
         """Bytes of a segment, as its head says."""

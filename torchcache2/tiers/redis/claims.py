@@ -21,7 +21,6 @@ import numpy as np
 from torchcache2.core.keys import Flags, Keys, Positions
 from torchcache2.tiers.base import Tally, TierClaim
 from torchcache2.tiers.redis.client import Clients, failed
-from torchcache2.tiers.redis.outbox import Outbox
 from torchcache2.tiers.redis.record import claim_names, row_names
 
 _PROCESS = os.urandom(16)  # shared by forked children, but their thread ids differ
@@ -38,14 +37,19 @@ class _Held(NamedTuple):
     until: float
 
 
+def _at_once(keys: Keys, function: Callable[[Keys], None]) -> None:
+    function(keys)
+
+
 class RedisClaims:
     """The claims of one tier in one process.
 
     Parameters
     ----------
     clients : Clients
-    outbox : Outbox, optional
-        The queue of unsent rows: their claims end once they are sent.
+    once_sent : callable, optional
+        ``once_sent(keys, function)`` calls a function with keys whose rows are not queued to be sent, or no
+        longer; there may be several calls, each with some of the keys. Claims of unsent rows end so.
     """
 
     least = 60.0  # seconds that a claim lasts, or 10 times the longest computation so far
@@ -54,14 +58,14 @@ class RedisClaims:
     def __init__(
         self,
         clients: Clients,
-        outbox: Outbox | None = None,
+        once_sent: Callable[[Keys, Callable[[Keys], None]], None] = _at_once,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.clients, self.clock = clients, clock
         self.tally = Tally()
         self.thread: Callable[[], int] = threading.get_native_id
-        self._outbox = outbox
+        self._once_sent = once_sent
         self._held: dict[int, _Held] = {}  # by identity
         self._left: deque[_Held] = deque()  # claims to give up at the next call
         self._longest = 0.0  # seconds from a claim to the rows
@@ -116,13 +120,8 @@ class RedisClaims:
     def _give_up(self) -> None:
         while self._left:
             held = self._left.popleft()
-            if self._held.pop(id(held), None) is None:
-                continue
-            waits = np.zeros(len(held.keys), bool)
-            if self._outbox is not None and (waits := self._outbox.has(held.keys)).any():
-                later = held.keys.take(np.flatnonzero(waits))
-                self._outbox.after_rows(partial(self.delete, held, later))
-            self.delete(held, held.keys.take(np.flatnonzero(~waits)))
+            if self._held.pop(id(held), None) is not None:
+                self._once_sent(held.keys, partial(self.delete, held))
 
 
 class RedisClaim(TierClaim):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import math
 import os
 import threading
 import time
@@ -208,7 +207,7 @@ class Slots:
         return places
 
 
-class Clients:
+class Clients(Breaker):
     """The clients of one process; handles faults of the servers itself.
 
     Threads may share it; a forked child makes its own connections. Passwords are removed from all texts: a
@@ -240,8 +239,8 @@ class Clients:
         read_timeout: float = 5.0,
         pause: float = 1.0,
     ) -> None:
+        super().__init__(tell, pause)
         self.servers, self.corrupt = servers, 0
-        self.breaker = Breaker(tell, pause)
         options = [option for server in servers.servers for option in server.options]
         self._secrets = Secrets({str(value): "" for name, value in options if name in _SECRET and value})
         self._timeouts = connect_timeout, read_timeout
@@ -251,22 +250,11 @@ class Clients:
         self._route: tuple[list[Node], Shares | Slots] = nodes, Shares([node.name for node in nodes])
         self._is_noticed = False  # whether we know if this is a Redis Cluster
         self._looked = 0.0
-        self._trying: dict[tuple[int, str], float] = {}  # when a thread of this process began to try a server
         self._sizes: dict[bytes, float] = {}  # guessed sizes of values, by prefix of a namespace
         self._closed = False
 
     def __repr__(self) -> str:
         return f"Clients({self.servers})"
-
-    @property
-    def tell(self) -> ToldOnce:
-        """Warns once for each kind of fault."""
-        return self.breaker.tell
-
-    @property
-    def faults(self) -> int:
-        """How often a server gave no answer, or an error."""
-        return self.breaker.faults
 
     def check(self) -> None:
         """Raise `OptionError` if a server refuses the password or a needed command."""
@@ -438,7 +426,7 @@ class Clients:
 
     def _look_again(self) -> None:
         """Ask a cluster for its slots again: a node has failed, or no longer serves a name."""
-        is_time = time.monotonic() - self._looked > self.breaker.shortest
+        is_time = time.monotonic() - self._looked > self.shortest
         if is_time and isinstance(self._route[1], Slots):
             self._ask_slots(list(self._known.values()))
 
@@ -508,47 +496,45 @@ class Clients:
         for (name, _), reply in found.items():
             self._error_reply(node, name, reply)
         if not found:
-            self.breaker.worked(node.part)
+            self.worked(node.part)
         if any(type(reply).__name__ in _MOVED for reply in found.values()):
             self._look_again()
 
     def _may_use(self, node: Node) -> bool:
         """Whether to use a server now; if due, a thread tries a failed one."""
-        if self._closed or not self.breaker.is_failing(node.part):
+        if self._closed or not self.is_failing(node.part):
             return not self._closed
-        who = os.getpid(), node.name
-        is_tried = time.monotonic() - self._trying.get(who, -math.inf) < 2 * sum(self._timeouts)
-        if self.breaker.allows(node.part) and not is_tried:
-            self._trying[who] = time.monotonic()
-            try:
-                threading.Thread(target=self._try, args=(node, who), daemon=True).start()
-            except RuntimeError:  # the interpreter is ending, or there are too many threads
-                self._trying.pop(who, None)
+        if self.allows(node.part):
+            self.pause(node.part, 2 * sum(self._timeouts))  # while the thread tries
+            with contextlib.suppress(
+                RuntimeError
+            ):  # the interpreter is ending, or there are too many threads
+                threading.Thread(target=self._try, args=(node,), daemon=True).start()
         return False
 
-    def _try(self, node: Node, who: tuple[int, str]) -> None:
+    def _try(self, node: Node) -> None:
         try:
             (reply,) = node.ask([_TRIED])
             if isinstance(reply, Exception) and type(reply).__name__ not in _MOVED:
                 raise reply
-            self.breaker.worked(node.part)
+            self.pause(node.part, 0.0)
+            self.worked(node.part)
         except Exception as error:
+            self.pause(node.part, 0.0)
             self._failed(node, error)
             self._look_again()
-        finally:
-            self._trying.pop(who, None)
 
     def _may_write(self, node: Node) -> bool:
         """Whether new rows may be sent to a server now."""
-        return self.breaker.allows(node.part) and self.breaker.allows(node.writing)
+        return self.allows(node.part) and self.allows(node.writing)
 
     # Faults.
 
     def _failed(self, node: Node, error: BaseException) -> None:
         """Skip a failing server for a while, with a warning."""
-        self.breaker.faults += 1
-        if self.breaker.allows(node.part):  # another thread may have found out at the same time
-            self.breaker.failed(node.part, is_lasting=True)
+        self.faults += 1
+        if self.allows(node.part):  # another thread may have found out at the same time
+            self.failed(node.part, is_lasting=True)
         message = "the Redis server %s fails, so its rows are computed again: %s. It is tried again later"
         self.tell(f"{node.name} {type(error).__name__}", message, node.name, self._text_of(error))
 
@@ -558,13 +544,13 @@ class Clients:
         if kind in _DOWN or (command == b"MGET" and kind not in _MOVED):
             self._failed(node, error)
             return
-        self.breaker.faults += 1
+        self.faults += 1
         text, told = self._text_of(error), f"{node.name} {kind}"
         if kind == "OutOfMemoryError":
-            self.breaker.pause(node.writing)
+            self.pause(node.writing)
             self.tell(f"{node.name} full", _FULL, node.name)
         elif command == b"SET" and (kind in _UNWRITABLE or str(error).startswith(_UNWRITABLE_WORDS)):
-            self.breaker.pause(node.writing)
+            self.pause(node.writing)
             self.tell(f"{told} SET", "the Redis server %s takes no new rows now: %s", node.name, text)
         else:
             message = "the Redis server %s answers %s with an error: %s"

@@ -15,7 +15,7 @@ import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from torchcache2.core.errors import OptionError
-from torchcache2.core.keys import Keys, Positions
+from torchcache2.core.keys import Array, Keys, Positions
 from torchcache2.core.memory import as_bytes
 from torchcache2.core.rows import Rows, Schema
 from torchcache2.files.codec import Codec, Lane, lane
@@ -60,8 +60,13 @@ def pattern(namespace: bytes) -> bytes:
 
 def _names(start: bytes, keys: Keys) -> list[bytes]:
     start = b"%s%s:" % (start, keys.namespace.hex().encode())
-    data = keys.data.tobytes()
-    return [start + data[at : at + 16] for at in range(0, len(data), 16)]
+    return [start + key for key in split(keys.data)]
+
+
+def split(data: Array) -> list[bytes]:
+    """Each of some keys, uint8 ``(n, 16)``, as bytes."""
+    whole = data.tobytes()
+    return [whole[at : at + 16] for at in range(0, len(whole), 16)]
 
 
 class Decoded(NamedTuple):

@@ -36,6 +36,7 @@ from torchcache2.core.sizes import Size, free_memory, parse_size, size_text
 from torchcache2.files.filesystem import Descriptor, FileSystem
 from torchcache2.tiers.meeting import JOB, is_own, job_name, machine, own_folder
 from torchcache2.tiers.redis import watcher
+from torchcache2.tiers.redis.client import Node
 from torchcache2.tiers.shared.job import LockTimeoutError, NodeLock
 from torchcache2.tiers.shared.region import start_time
 
@@ -94,20 +95,15 @@ def own_servers(capacity: Size, policy: Policy, *, cluster_mode: bool = True, bu
     name = partial(job_name, os.environ, "redis server", str(os.getuid()), *process)
     host = listening_address(machine() + name().hex()) if cluster_mode else None
     if host is None:
-        found = _found(name(), None, capacity, policy)
+        found = find_or_start(name(), None, capacity, policy)
         return Servers((found.server,), buffer, found.guard)
     try:
-        found = _found(name("tcp"), host, capacity, policy)
+        found = find_or_start(name("tcp"), host, capacity, policy)
     except Exception as error:
         with contextlib.suppress(OptionError):  # tells the other ranks, which are waiting for this one
             servers_of_all(None, str(error))
         raise
     return Servers(servers_of_all(found.server), buffer, found.guard)
-
-
-def _found(name: bytes, host: str | None, capacity: Size, policy: Policy) -> Found:
-    require_redis('backend="redis"')
-    return find_or_start(name, host, capacity, policy)
 
 
 def one_of(hosts: Any, option: str = "hosts") -> Server:
@@ -237,6 +233,7 @@ def find_or_start(name: bytes, host: str | None, capacity: Size, policy: Policy)
 
     `OptionError` if it cannot be started.
     """
+    require_redis('backend="redis"')
     limits = _Limits.of(capacity, policy)
     folder = _place(name)
     _remove_leftovers(folder)
@@ -293,11 +290,6 @@ class _Limits(NamedTuple):
         free = free_memory(torch.device("cpu"))
         return cls(repr(capacity), parse_size("capacity_per_node", capacity, free=free), policy)
 
-    def differs(self, other: _Limits) -> bool:
-        """Whether two requests differ; equal shares of free memory, which changes, are equal."""
-        is_same = self.asked == other.asked or self.capacity == other.capacity
-        return not is_same or self.policy != other.policy
-
 
 def _running(guard: str, file: Descriptor, limits: _Limits) -> Server | None:
     """The server named in the file if it runs; from then on this process keeps it alive."""
@@ -311,7 +303,9 @@ def _running(guard: str, file: Descriptor, limits: _Limits) -> Server | None:
     if not answers(server):
         let_go(guard)
         return None
-    if limits.differs(its):
+    # Equal shares of free memory, which changes, are equal.
+    is_same = limits.asked == its.asked or limits.capacity == its.capacity
+    if not is_same or limits.policy != its.policy:
         logger.info(
             "the Redis server of this job already runs with capacity_per_node=%s (%s) and policy=%r, so "
             "capacity_per_node=%s, policy=%r are ignored",
@@ -355,26 +349,17 @@ def _started(folder: str, file: Descriptor, host: str | None, limits: _Limits) -
 
 def _ask(**request: Any) -> dict[str, Any]:
     """Start a watcher; returns its answer."""
-    command = [sys.executable, "-I", "-S", watcher.__file__]
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    ) as process:
-        try:
-            answer = process.communicate(json.dumps(request).encode(), timeout=_PATIENCE)[0]
-        except subprocess.TimeoutExpired:
-            process.kill()
-            answer = b""
-    try:
-        found = json.loads(answer)
-    except ValueError:
-        found = None
-    if isinstance(found, dict):
-        return found
-    return {"errors": [[sys.executable, answer.decode(errors="replace")]]}
+    command, printed = [sys.executable, "-I", "-S", watcher.__file__], b""
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    given = json.dumps(request).encode()
+    with contextlib.suppress(subprocess.TimeoutExpired, ValueError):
+        printed = subprocess.run(
+            command, input=given, **streams, start_new_session=True, timeout=_PATIENCE, check=False
+        ).stdout
+        found = json.loads(printed)
+        if isinstance(found, dict):
+            return found
+    return {"errors": [[sys.executable, printed.decode(errors="replace")]]}
 
 
 def _why(errors: list[tuple[str, str]]) -> str:
@@ -388,26 +373,14 @@ def _why(errors: list[tuple[str, str]]) -> str:
 
 def answers(server: Server) -> bool:
     """Whether a server accepts our password; True also if it answers slowly."""
-    options = dict(server.options)
+    errors = require_redis('backend="redis"').exceptions
     try:
-        with contextlib.closing(socket.socket(_family(options))) as connection:
-            connection.settimeout(_ANSWERS)
-            connection.connect(options.get("path") or (options["host"], options["port"]))
-            connection.sendall(b"AUTH %s\r\nPING\r\n" % options["password"].encode())
-            reply = b""
-            while reply.count(b"\n") < 2 and (some := connection.recv(1000)):
-                reply += some
-            return reply == b"+OK\r\n+PONG\r\n"
-    except TimeoutError:
+        with contextlib.closing(Node(server, _ANSWERS, _ANSWERS)) as node:
+            return node.ask([(b"PING",)]) == [b"PONG"]
+    except errors.TimeoutError:
         return True
-    except OSError:
+    except errors.RedisError:
         return False
-
-
-def _family(options: dict[str, Any]) -> socket.AddressFamily:
-    if "path" in options:
-        return socket.AF_UNIX
-    return socket.AF_INET6 if ":" in options["host"] else socket.AF_INET
 
 
 def find_servers() -> list[str]:
@@ -478,8 +451,7 @@ def _quoted(path: str) -> str:
 class _Held:
     """The files that this process has locked; forked children share the locks."""
 
-    files: ClassVar[dict[str, Descriptor]] = {}
-    exits: ClassVar[dict[str, AtExit]] = {}
+    files: ClassVar[dict[str, tuple[Descriptor, AtExit]]] = {}
 
 
 def hold(servers: Servers) -> None:
@@ -493,17 +465,15 @@ def hold_file(path: str) -> bool:
     file = _locked(path, exclusive=False)
     if file is None:
         return False
-    _Held.files[path] = file  # closes the file before only now; it may be an earlier server's
-    if path not in _Held.exits:
-        _Held.exits[path] = AtExit(partial(_leave, path), _EXIT_PRIORITY)
+    let_go(path)  # only now; it may be an earlier server's file
+    _Held.files[path] = file, AtExit(partial(_leave, path), _EXIT_PRIORITY)
     return True
 
 
 def let_go(path: str) -> None:
     """Stop keeping a file's server alive."""
-    _Held.files.pop(path, None)
-    if (at_exit := _Held.exits.pop(path, None)) is not None:
-        at_exit.cancel()
+    if (held := _Held.files.pop(path, None)) is not None:
+        held[1].cancel()
 
 
 def _leave(path: str) -> None:

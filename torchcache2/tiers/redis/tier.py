@@ -9,7 +9,11 @@ any time, and may serve other programs too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,19 +21,43 @@ import torch
 from torchcache2.core.keys import Flags, Keys
 from torchcache2.core.memory import with_ordinary_tensors
 from torchcache2.core.places import Servers
+from torchcache2.core.process import ProcessLock, holds
 from torchcache2.core.rows import Parts, Rows, Schema, merged
 from torchcache2.files.codec import codec as codec_of
 from torchcache2.files.errors import UnserialisableError
+from torchcache2.files.segment import empty_columns, rows_of
 from torchcache2.tiers.base import Found, Signals, Tier, TierClaim, TierStats
 from torchcache2.tiers.redis.claims import RedisClaims
 from torchcache2.tiers.redis.client import Clients, Command, failed
-from torchcache2.tiers.redis.outbox import Batch, Outbox, pieces
-from torchcache2.tiers.redis.record import MOST_ROW_BYTES, Records, pattern, row_names
-from torchcache2.tiers.unwritten import OwnRows, Serialisable, Slabs
+from torchcache2.tiers.redis.record import MOST_ROW_BYTES, Records, pattern, row_names, split
+from torchcache2.tiers.unwritten import OwnRows, Pending, Serialisable, Slabs
+from torchcache2.tiers.writer import Pace, Writer
 
 _QUEUED = 64 << 20
 _SENT_AFTER = 1.0  # seconds
-_NO_WORDS = np.empty((0, 2), np.uint64)
+_PIECE = 4 << 20  # bytes of rows sent before waiting for replies
+
+
+class _Pace(Pace):
+    """Sends rows once there are `buffer` of a namespace, and no later than its delay."""
+
+    def __init__(self, buffer: int, **options: float | None) -> None:
+        self._buffer = buffer
+        super().__init__(**options)  # type: ignore[arg-type]
+
+    def is_enough(self, pending: Pending) -> bool:
+        return pending.count >= self._buffer or super().is_enough(pending)
+
+    def was_old(self, namespace: bytes) -> None:
+        """Delays do not grow: nothing is left behind by each sending, as a file would be."""
+
+
+class _Sender(Writer):
+    """A `Writer` that can be told to begin."""
+
+    def hurry(self) -> None:
+        """Send all rows now, in the thread; call with the lock."""
+        self._close_all()
 
 
 class RedisTier(Tier):
@@ -55,6 +83,9 @@ class RedisTier(Tier):
     Notes
     -----
     A server that refuses the password is a mere fault here, as `check_place` has checked it before.
+
+    A forked child begins with an empty queue, as its parent sends the rows. An interrupt in the middle of an
+    update empties the queue of a namespace.
     """
 
     name = "remote"
@@ -73,37 +104,44 @@ class RedisTier(Tier):
         signals: Signals | None = None,
     ) -> None:
         self.servers = servers
-        signals = Signals() if signals is None else signals
+        self._signals = Signals() if signals is None else signals
         self._records = Records(codec_of(codec, quality))
-        self._clients = Clients(servers, signals.tell)
+        self._clients = Clients(servers, self._signals.tell)
         message = "such outputs are not sent to a Redis server: %s"
         self._serialisable = Serialisable(self._clients.tell, message)
         self._slabs = Slabs()
         self._faults = 0
-        self._outbox = Outbox(
-            self._send,
-            signals,
-            queue=queue,
-            buffer=servers.buffer,
-            delay=delay,
-            most_seconds=most_seconds,
-            at_exit=self.close,
-        )
-        self._claims = RedisClaims(self._clients, self._outbox) if claims else None
+        self._queue_bytes, self._delay, self._most_seconds = queue, delay, most_seconds
+        self._lock = ProcessLock(threading.RLock)  # reentrant: the garbage collector may call
+        self._dropped = self._signals.drops()
+        self._closed = False
+        self._queue: _Sender | None = None
+        self._numbers = itertools.count()
+        self._where: dict[bytes, dict[bytes, tuple[Pending, int]]] = {}  # unsent rows by namespace and key
+        self._after: dict[int, list[Callable[[], None]]] = {}  # by the number of the segment
+        self._claims = RedisClaims(self._clients, self._once_sent) if claims else None
 
     @with_ordinary_tensors
     def get(self, keys: Keys) -> Found:
         """The rows of these keys that are queued here or on the servers, in fresh memory."""
         try:
-            if self._outbox.closed or len(keys) == 0:
+            if self._closed or len(keys) == 0:
                 return Found([])
-            parts = self._outbox.find(keys)
-            missing = np.ones(len(keys), bool)
-            for positions, _ in parts:
-                missing[positions] = False
-            if missing.any():
-                wanted = np.flatnonzero(missing)
-                parts += [(wanted[where], rows) for where, rows in self._received(keys.take(wanted))]
+            unsent, wanted, parts = dict[Pending, list[tuple[int, int]]](), list[int](), Parts()
+            for position, place in enumerate(self._unsent(keys)):
+                if place is None:
+                    wanted.append(position)
+                else:
+                    unsent.setdefault(place[0], []).append((position, place[1]))
+            for pending, pairs in unsent.items():
+                positions, rows = np.array(pairs, np.int64).T
+                for schema, which in pending.schemas(rows):
+                    columns = empty_columns(schema, len(which))
+                    pending.read(rows[which], columns, np.arange(len(which)))
+                    parts.append((positions[which], rows_of(schema, columns, len(which))))
+            if wanted:
+                asked = np.array(wanted)
+                parts += [(asked[where], rows) for where, rows in self._received(keys.take(asked))]
             return Found(merged(parts))
         except Exception as error:  # such as a lack of memory; a fault is a miss
             self._fault(error)
@@ -113,9 +151,9 @@ class RedisTier(Tier):
         """Whether each key has a row now, on a server or queued here."""
         here = np.zeros(len(keys), bool)
         try:
-            if self._outbox.closed:
+            if self._closed:
                 return here
-            here = self._outbox.has(keys)
+            here = np.array([place is not None for place in self._unsent(keys)])
             asked = np.flatnonzero(~here)
             if len(asked):
                 keys = keys.take(asked)
@@ -131,7 +169,7 @@ class RedisTier(Tier):
         Does not check whether servers have them: a row is put after a miss, so its server lost it, or has a
         damaged value.
         """
-        if len(keys) == 0 or self._outbox.closed or not self._takes(rows.schema):
+        if len(keys) == 0 or self._closed or not self._takes(rows.schema):
             return 0
         try:
             allowed = self._clients.allows_writes(keys.words)
@@ -140,39 +178,49 @@ class RedisTier(Tier):
                 if len(places) == 0:
                     return 0
                 keys, rows = keys.take(places), rows.take(torch.from_numpy(places))
-            return self._outbox.keep(keys, OwnRows(rows, self._slabs))
+            kept, queue = self._keep(keys, OwnRows(rows, self._slabs, is_added=True))
+            if kept:
+                queue.wait_for_room()
+            return kept
         except Exception as error:
             self._fault(error)
             return 0
 
     def claims(self, keys: Keys) -> TierClaim | None:
         """A claim among all processes that use the servers; None if this thread holds claims."""
-        return None if self._claims is None or self._outbox.closed else self._claims.of(keys)
+        return None if self._claims is None or self._closed else self._claims.of(keys)
 
     def drop(self, namespace: bytes) -> None:
         """Forget every row of a namespace, on all servers."""
-        if self.is_busy_here():
+        if self._is_busy_here():
             self.later(self.drop, namespace)
             return
         # First, as a row on its way could arrive after the search of its server.
-        self._outbox.drop(namespace)
+        with self._lock():
+            queue = self._begin()
+            gone = self._drop_unsent(namespace)
+        queue.wait_for(gone)
         self._clients.delete(pattern(namespace))
 
     def flush(self) -> None:
         """Return once all rows put so far are on the servers, or forgotten because of a fault."""
-        if self.is_busy_here():
+        if self._is_busy_here():
             return  # this thread would wait for itself; the rows are sent soon
-        self._outbox.flush()
+        with self._lock():
+            queue = self._begin()
+        queue.flush()
 
     def close(self) -> None:
         """Flush, and close every connection. Afterwards the tier finds and keeps nothing."""
-        if self._outbox.closed:
+        if self._closed:
             return
-        if self.is_busy_here():
+        if self._is_busy_here():
             self.later(self.close)
             return
-        self._outbox.flush()
-        self._outbox.close()
+        self.flush()
+        with self._lock():
+            queue, self._closed = self._begin(), True
+        queue.end()
         if self._claims is not None:
             self._claims.close()
         self._clients.close()
@@ -200,9 +248,100 @@ class RedisTier(Tier):
         ends = [name[-16:] for page in pages for name in page if len(name) == length]
         return len(set(ends))
 
-    def is_busy_here(self) -> bool:
+    # The queue of this process.
+
+    def _is_busy_here(self) -> bool:
         """Whether the garbage collector called us from this thread's own work in this tier."""
-        return self._outbox.is_busy_here()
+        return holds(self._lock()) or (self._queue is not None and self._queue.writes_here())
+
+    def _begin(self) -> _Sender:
+        """The queue, empty in a forked process; forgets what others have dropped. Call with the lock."""
+        if self._queue is None or self._queue.pid != os.getpid():
+            self._where, self._after = {}, {}
+            self._queue = _Sender(
+                self._lock(),
+                self._send,
+                self._sent,
+                _Pace(
+                    self.servers.buffer,
+                    target=self._queue_bytes // 8,
+                    limit=self._queue_bytes,
+                    delay=self._delay,
+                    most_seconds=None if self._most_seconds is None else self._most_seconds(),
+                ),
+                at_exit=self.close,
+                seals=self._signals.seals,
+            )
+        if self._dropped != (drops := self._signals.drops()):
+            self._dropped = drops
+            for namespace in list(self._where):
+                self._drop_unsent(namespace)
+        return self._queue
+
+    def _keep(self, keys: Keys, own: OwnRows) -> tuple[int, _Sender]:
+        """Queue rows that are not queued yet; returns how many, and the queue."""
+        with self._lock():
+            queue = self._begin()
+            absent = np.flatnonzero([place is None for place in self._unsent(keys)])
+            if self._closed or len(absent) == 0:
+                return 0, queue
+            if len(absent) < len(keys):
+                keys, own = keys.take(absent), own.take(absent)
+            try:
+                pending = queue.open(keys.namespace, None, self._numbers)
+                before, first = pending.nbytes, pending.add(keys, own)
+                where = self._where.setdefault(keys.namespace, {})
+                where.update((key, (pending, first + row)) for row, key in enumerate(split(keys.data)))
+                queue.added(pending, None, pending.nbytes - before)
+            except BaseException:
+                self._drop_unsent(keys.namespace)  # the queue may be half updated
+                raise
+        return len(keys), queue
+
+    def _unsent(self, keys: Keys) -> list[tuple[Pending, int] | None]:
+        """The unsent segment and the row in it of each key."""
+        with self._lock():
+            self._begin()
+            where = self._where.get(keys.namespace)
+            return list(map(where.get, split(keys.data))) if where else [None] * len(keys)
+
+    def _drop_unsent(self, namespace: bytes) -> list[Pending]:
+        """Forget the queued rows of a namespace; returns their segments. Call with the lock."""
+        self._where.pop(namespace, None)
+        gone = [] if self._queue is None else self._queue.drop(namespace)
+        for pending in gone:
+            self._call_after(pending)
+        return gone
+
+    def _once_sent(self, keys: Keys, function: Callable[[Keys], None]) -> None:
+        """Call a function with all of these keys, and with those of unsent rows only once these are sent."""
+        with self._lock():
+            places = self._unsent(keys)
+            numbers = np.array([-1 if place is None else place[0].number for place in places])
+            waits = numbers >= 0
+            for number in np.unique(numbers[waits]).tolist():
+                some = keys.take(np.flatnonzero(numbers == number))
+                self._after.setdefault(number, []).append(partial(function, some))
+            if waits.any():
+                self._begin().hurry()  # others may be waiting
+        if not waits.all():
+            function(keys.take(np.flatnonzero(~waits)))
+
+    def _sent(self, pending: Pending) -> None:
+        """Find rows no longer here, as they are on the servers, or given up."""
+        with self._lock():
+            where = self._where.get(pending.namespace, {})
+            for data, _ in pending.added():
+                for key in split(data):
+                    if where.get(key, (None,))[0] is pending:
+                        del where[key]
+        self._call_after(pending)
+
+    def _call_after(self, pending: Pending) -> None:
+        for function in self._after.pop(pending.number, ()):
+            function()
+
+    # What the servers get and give.
 
     def _takes(self, schema: Schema) -> bool:
         """Whether rows of a schema can be sent at all."""
@@ -221,33 +360,33 @@ class RedisTier(Tier):
             self._clients.tell("corrupt", message, str(self.servers))
         return parts
 
-    def _send(self, batches: Sequence[Batch], look: Callable[[], None]) -> bool:
+    def _send(self, pending: Pending) -> bool:
         """Send rows; returns whether any was kept. Deletes rows again that were dropped meanwhile.
 
         The dropping process may have searched the servers before they arrived.
         """
-        sent: list[tuple[Batch, Keys]] = []
+        sent: list[Keys] = []
         is_kept = False
         try:
-            for piece in pieces(batches):
-                is_kept |= self._send_piece(piece, look, sent)
-            look()
-            for batch, keys in sent:
-                if batch.dropped:
+            for piece in _pieces(pending):
+                is_kept |= not self._is_dropped(pending) and self._send_piece(piece, sent)
+            if self._is_dropped(pending):
+                for keys in sent:
                     self._clients.run([(b"UNLINK", name) for name in row_names(keys)], keys.words)
         except Exception as error:
             self._fault(error)
+        self._sent(pending)
         return is_kept
 
-    def _send_piece(
-        self, piece: list[tuple[Batch, Keys, Rows]], look: Callable[[], None], sent: list[tuple[Batch, Keys]]
-    ) -> bool:
-        """Send rows that were not dropped, adding them to `sent`; returns whether any was kept."""
-        commands, words = list[Command](), [_NO_WORDS]
-        look()
-        for batch, keys, rows in piece:
-            if batch.dropped:
-                continue
+    def _is_dropped(self, pending: Pending) -> bool:
+        with self._lock():
+            self._begin()  # another process may have dropped rows
+        return pending.dropped
+
+    def _send_piece(self, piece: list[tuple[Keys, Rows]], sent: list[Keys]) -> bool:
+        """Send rows, adding their keys to `sent`; returns whether any was kept."""
+        commands, words = list[Command](), []
+        for keys, rows in piece:
             try:
                 values = self._records.encode(keys, rows)
             except UnserialisableError as error:
@@ -255,12 +394,29 @@ class RedisTier(Tier):
                 continue
             commands += [(b"SET", *pair) for pair in zip(row_names(keys), values, strict=True)]
             words.append(keys.words)
-            sent.append((batch, keys))
-        return not all(map(failed, self._clients.run(commands, np.concatenate(words))))
+            sent.append(keys)
+        return bool(words) and not all(map(failed, self._clients.run(commands, np.concatenate(words))))
 
     def _fault(self, error: Exception) -> None:
         self._faults += 1
         self._clients.tell("fault", "rows in a Redis server are computed again: %s", repr(error))
+
+
+def _pieces(pending: Pending) -> Iterator[list[tuple[Keys, Rows]]]:
+    """The rows of a segment, in pieces whose encoded values take little memory."""
+    piece, size = list[tuple[Keys, Rows]](), 0
+    for keys, rows in pending.rows():
+        step = max(1, _PIECE // max(1, rows.schema.row_bytes))
+        for start in range(0, len(rows), step):
+            some = np.arange(start, min(len(rows), start + step))
+            columns = [column[start : start + step] for column in rows.columns]
+            piece.append((keys.take(some), Rows(rows.schema, columns, len(some))))
+            size += len(some) * rows.schema.row_bytes
+            if size >= _PIECE:
+                yield piece
+                piece, size = [], 0
+    if piece:
+        yield piece
 
 
 def _number(info: bytes, name: bytes) -> int:

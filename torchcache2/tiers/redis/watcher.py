@@ -15,10 +15,12 @@ import json
 import os
 import select
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 
 try:
     import fcntl
@@ -37,25 +39,28 @@ _DAILY = 12 * 3600.0  # seconds
 
 
 class Process:
-    """A running server: its pid, and what it has printed last."""
+    """A running server: its pid, and what it has printed last; `OSError` if it cannot be run."""
 
     def __init__(self, program: str, configuration: str) -> None:
-        watcher, (given, giving), (self.output, printing) = os.getpid(), os.pipe(), os.pipe()
         self.printed = b""
-        self.pid = os.fork()
-        if self.pid == 0:
-            _become(program, given, printing, watcher)
-        os.close(given)
-        os.close(printing)
-        with contextlib.suppress(BrokenPipeError):  # it has ended, and printed why
-            os.write(giving, configuration.encode())
-        os.close(giving)
+        self._process = subprocess.Popen(
+            [program, "-"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            bufsize=0,
+            preexec_fn=partial(_end_with, os.getpid()),
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self.pid, self._output = self._process.pid, self._process.stdout
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as given:  # it has ended
+            given.write(configuration.encode())
 
     def read(self, seconds: float) -> bool | None:
         """Read what the server prints; False if it has ended, None if it prints nothing."""
-        if not select.select([self.output], [], [], max(0.0, seconds))[0]:
+        if not select.select([self._output], [], [], max(0.0, seconds))[0]:
             return None
-        some = os.read(self.output, 1 << 16)
+        some = self._output.read(1 << 16)
         self.printed = (self.printed + some)[-_LAST:]
         return bool(some)
 
@@ -69,29 +74,19 @@ class Process:
 
     def end(self) -> None:
         """End the server at once: it has nothing to save."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
-        os.close(self.output)
+        self._process.kill()
+        self._process.wait()
+        self._output.close()
 
 
-def _become(program: str, given: int, printing: int, watcher: int) -> None:
-    """Run a program in this process, which was forked for it."""
-    try:
-        with contextlib.suppress(ImportError, OSError, AttributeError):  # another system than Linux
-            import ctypes
+def _end_with(watcher: int) -> None:
+    """Have the system kill this process, which was forked for a server, when its watcher ends (Linux)."""
+    with contextlib.suppress(ImportError, OSError, AttributeError):  # another system
+        import ctypes
 
-            ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
-        if os.getppid() != watcher:  # it has ended meanwhile
-            os._exit(1)
-        os.dup2(given, 0)
-        os.dup2(printing, 1)
-        os.dup2(printing, 2)
-        os.execv(program, [program, "-"])
-    except OSError as error:
-        os.write(2, str(error).encode())
-    finally:
-        os._exit(127)
+        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != watcher:  # it has ended meanwhile
+        os._exit(1)
 
 
 def start(programs: Sequence[str], configuration: str, host: str | None) -> tuple[Process | None, object]:
@@ -100,13 +95,18 @@ def start(programs: Sequence[str], configuration: str, host: str | None) -> tupl
     for program in programs:
         for _ in range(_PORTS if host else 1):
             port = _free_port(host) if host else 0
-            process = Process(program, f"{configuration}port {port}\n")
+            try:
+                process = Process(program, f"{configuration}port {port}\n")
+            except OSError as error:
+                printed = str(error)
+                break
             if process.is_ready():
                 return process, port
             process.end()
-            if not host or _TAKEN not in process.printed:
+            printed = process.printed.decode("utf-8", "replace")
+            if _TAKEN not in process.printed:
                 break
-        errors.append([program, process.printed.decode("utf-8", "replace")])
+        errors.append([program, printed])
     return None, errors
 
 
