@@ -22,10 +22,10 @@ from tests.benchmarks.report import at_most, duration
 from tests.benchmarks.timing import progress
 from torchcache2.core.keys import int_keys
 from torchcache2.core.rows import Rows
+from torchcache2.files import run as merging
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.filesystem import FileSystem, ulid
 from torchcache2.files.layout import SEGMENT, Layout
-from torchcache2.tiers.disk import merging
 from torchcache2.tiers.disk.tier import DiskTier
 
 NAMESPACE = b"benchmark" + bytes(7)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from torchcache2 import torchcache
-from torchcache2.tiers.memory import columns
+from torchcache2.tiers.memory import arena
 from torchcache2.tiers.memory import tier as memory
 
 SOAK = bool(os.environ.get("SOAK"))
@@ -196,14 +196,14 @@ def test_a_finalizer_that_closes_a_cache_while_the_tier_is_locked(monkeypatch):
 
 
 def fail_at_write(monkeypatch, number, error):
-    write, count = columns.Column.write, iter(range(1000))
+    write, count = arena.Column.write, iter(range(1000))
 
     def failing(self, *args):
         if next(count) % 2 == number:
             raise error
         write(self, *args)
 
-    monkeypatch.setattr(columns.Column, "write", failing)
+    monkeypatch.setattr(arena.Column, "write", failing)
 
 
 @pytest.mark.parametrize("number", [0, 1])

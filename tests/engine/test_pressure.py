@@ -17,7 +17,7 @@ from torchcache2.decorator.forward import Computation
 from torchcache2.engine.running import Forward, device_of, is_of_forward
 from torchcache2.identity.arguments import BoundCall
 from torchcache2.tiers.base import replicas_of
-from torchcache2.tiers.memory import arena, columns
+from torchcache2.tiers.memory import arena
 from torchcache2.tiers.memory.tier import MemoryTier
 
 OutOfMemory = torch.cuda.OutOfMemoryError
@@ -130,7 +130,7 @@ def test_messages_name_their_device():
 OWN = {
     "keys": (forward, "item_keys"),
     "rows that are found": (arena.Arena, "gather"),
-    "rows that are put": (columns.Column, "write"),
+    "rows that are put": (arena.Column, "write"),
     "rows of a part": (Rows, "scatter"),
     "rows of an output": (Rows, "from_pytree"),
     "an output": (Rows, "to_pytree"),
@@ -258,7 +258,7 @@ def failing(*args, **kwargs):
 
 
 def chunked(row_bytes, limit, device, runtime, are_remote):
-    return columns._ChunkedColumn(row_bytes, device, runtime)
+    return arena._ChunkedColumn(row_bytes, device, runtime)
 
 
 def put_away(tier, names):
@@ -308,10 +308,10 @@ def test_copies_and_growth_that_find_no_memory_cost_rows_but_never_lie(monkeypat
     chance, budget = np.random.default_rng(0), 300_000
     monkeypatch.setattr(arena, "row_column", chunked)
     for owner, name in (
-        (columns._ChunkedColumn, "gather"),
-        (columns._ChunkedColumn, "move"),
+        (arena._ChunkedColumn, "gather"),
+        (arena._ChunkedColumn, "move"),
         (torch, "empty"),
-        (columns, "write"),
+        (arena, "write"),
     ):
         monkeypatch.setattr(owner, name, sometimes_failing(getattr(owner, name), chance))
     tier, kept, hits = MemoryTier(budget, policy), 0, 0

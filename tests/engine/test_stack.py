@@ -9,7 +9,7 @@ from tests.helpers.storage import NAMESPACES, found, keys_of, rows_of, seal
 from torchcache2 import CacheSettings
 from torchcache2.engine import stack as stack_module
 from torchcache2.engine.stack import TierStack
-from torchcache2.tiers.claims import Tally, TierClaim
+from torchcache2.tiers.base import Tally, TierClaim
 from torchcache2.tiers.make import make_tiers
 from torchcache2.tiers.memory.tier import MemoryTier
 

@@ -22,11 +22,11 @@ from torch import nn
 
 from tests.helpers.storage import CPU, NEVER, found, key_of, put, segments, strange_files, value_of
 from torchcache2 import torchcache
+from torchcache2.files import run as merging
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.filesystem import Descriptors, FileSystem
 from torchcache2.files.removal import make_room
 from torchcache2.files.segment import Segment, empty_columns, rows_of
-from torchcache2.tiers.disk import merging
 from torchcache2.tiers.disk.tier import DiskTier
 
 WRITERS = 4

@@ -86,12 +86,12 @@ class Emptied:
     def flush(self):
         self._tier.flush()
         with self._moving:
-            for file in [] if self._known.closed else segments(self.path):
+            for file in [] if self._index.closed else segments(self.path):
                 self._move(file)
 
     def _move(self, file):
         with contextlib.suppress(FileNotFoundError):  # it was dropped
             if self.bucket.objects.upload(str(file), f"{file.parent.name}/{file.name}"):
                 write_head(FS, str(file), read_head(FS, str(file))[0])
-                self._known.remove_files(bytes.fromhex(file.parent.name), [file.name])
+                self._index.remove_files(bytes.fromhex(file.parent.name), [file.name])
                 file.unlink()

@@ -37,7 +37,7 @@ from torchcache2.files.directory import FINGERPRINT, CacheDirectory
 from torchcache2.files.filesystem import FileSystem
 from torchcache2.files.removal import in_use, make_room, remove_leftovers, remove_namespace
 from torchcache2.tiers.disk import tier as disk_module
-from torchcache2.tiers.disk.scratch import Scratch
+from torchcache2.tiers.meeting import Scratch
 
 A, B, C = NAMESPACES
 WIDTH = 1000

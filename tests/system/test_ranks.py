@@ -238,7 +238,7 @@ def test_ranks_without_a_folder_share_a_temporary_one(job, tmp_path):
 
 def test_a_shared_temporary_folder_stays_as_long_as_anybody_uses_it(job, tmp_path):
     script = """
-    from torchcache2.tiers.disk.scratch import Scratch
+    from torchcache2.tiers.meeting import Scratch
 
     end = time.monotonic() + 1.5
     while time.monotonic() < end:
@@ -330,9 +330,9 @@ def test_options_that_do_not_go_together(options, text):
 
 DIFFERING = """
 import glob
-from torchcache2.tiers.shared import peers
+from torchcache2.tiers.shared import tables
 
-peers._COMPARED_AFTER = float(os.environ.get("AFTER", -1.0))
+tables._COMPARED_AFTER = float(os.environ.get("AFTER", -1.0))
 
 
 def meet(name, count):

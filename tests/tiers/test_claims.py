@@ -12,7 +12,7 @@ import pytest
 from tests.helpers.redis import RedisServer
 from tests.helpers.storage import found, key_of, keys_of, put, wait_until
 from torchcache2.core.places import Servers
-from torchcache2.tiers.claims import Claim
+from torchcache2.tiers.base import Claim
 from torchcache2.tiers.redis.claims import RedisClaims
 from torchcache2.tiers.redis.client import Clients
 from torchcache2.tiers.redis.record import row_names

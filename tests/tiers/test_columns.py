@@ -10,8 +10,8 @@ import torch
 
 from tests.helpers.late import Streams
 from tests.helpers.storage import found, put
-from torchcache2.tiers.memory import arena, columns
-from torchcache2.tiers.memory.columns import _ChunkedColumn
+from torchcache2.tiers.memory import arena
+from torchcache2.tiers.memory.arena import _ChunkedColumn
 from torchcache2.tiers.memory.tier import MemoryTier
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def grow(column, rows):
 )
 @hypothesis.settings(max_examples=60, deadline=None)
 def test_a_column_is_a_list_that_grows_without_copies(row_bytes, steps, chance):
-    with mock.patch.multiple(columns, **SMALL):
+    with mock.patch.multiple(arena, **SMALL):
         column, rows = column_of(row_bytes), []
         for step, count in steps:
             if step == "add":

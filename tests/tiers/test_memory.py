@@ -19,7 +19,6 @@ from tests.helpers.storage import NAMESPACES as ALL_NAMESPACES
 from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
 from torchcache2.tiers.memory import arena as arena_module
-from torchcache2.tiers.memory import columns as columns_module
 from torchcache2.tiers.memory import table as table_module
 from torchcache2.tiers.memory.tier import MemoryTier
 
@@ -50,9 +49,7 @@ def growth(request, monkeypatch):
     if request.param == "chunked":
 
         def chunked(row_bytes, limit, device, runtime, are_remote):
-            if row_bytes == 0:
-                return columns_module._NoColumn(device)
-            return columns_module._ChunkedColumn(row_bytes, device, runtime)
+            return arena_module._ChunkedColumn(row_bytes, device, runtime)
 
         monkeypatch.setattr(arena_module, "row_column", chunked)
     if request.param == "moved":
@@ -60,7 +57,7 @@ def growth(request, monkeypatch):
         def refuse(*args, **options):
             raise OSError("no address space")
 
-        monkeypatch.setattr(columns_module.mmap, "mmap", refuse)
+        monkeypatch.setattr(arena_module.mmap, "mmap", refuse)
 
 
 @pytest.mark.usefixtures("growth")

@@ -52,7 +52,7 @@ from torchcache2.engine.stats import CacheStats, Counters
 from torchcache2.engine.values.outputs import found, joined, stored
 from torchcache2.engine.verify import differences
 from torchcache2.identity.marks import ADDED_ATTRIBUTE
-from torchcache2.tiers.claims import Claim
+from torchcache2.tiers.base import Claim
 
 _CPU = torch.device("cpu")
 _NOWHERE: Positions = np.empty(0, np.int64)

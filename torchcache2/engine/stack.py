@@ -19,8 +19,7 @@ from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import is_out_of_memory
 from torchcache2.engine.ahead import Room
 from torchcache2.files.directory import CacheDirectory
-from torchcache2.tiers.base import Found, Tier, claim_in
-from torchcache2.tiers.claims import Claim
+from torchcache2.tiers.base import Claim, Found, Tier, claim_in
 from torchcache2.tiers.make import Description, InUse, Opened, check_place, job_of, make_tiers
 
 _MOST_DESCRIBED = _MOST_DROPS = 256

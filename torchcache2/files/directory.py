@@ -70,9 +70,17 @@ PART_NAME = re.compile(SEGMENT_NAME.pattern + re.escape(PART) + r"(\.map)?")
 NOTE_NAME = re.compile(NAMESPACE_NAME.pattern + re.escape(NOTE))
 _WHOLE_TEXT = f"({re.escape(FINGERPRINT)}|{re.escape(TAG)}|{NOTE_NAME.pattern})"
 _TEMPORARY_TEXT = re.compile(_WHOLE_TEXT + r"\.[0-9A-Z]{26}")
-_LEFT_OVER = re.compile(
-    f"({SEGMENT_NAME.pattern}|{RUN_NAME.pattern})({re.escape(TEMPORARY)}|{re.escape(CORRUPT)})"
-)
+_DATA_TEXT = f"({SEGMENT_NAME.pattern}|{RUN_NAME.pattern})"
+_KINDS = {
+    "segments": SEGMENT_NAME,
+    "runs": RUN_NAME,
+    "heads": HEAD_NAME,
+    "packs": PACK_NAME,
+    "parts": PART_NAME,
+    "others": re.compile(re.escape(FINGERPRINT)),
+    "corrupt": re.compile(_DATA_TEXT + re.escape(CORRUPT)),
+    "temporary": re.compile(f"{_DATA_TEXT}{re.escape(TEMPORARY)}|{_TEMPORARY_TEXT.pattern}"),
+}  # the files of a namespace, by field of `Contents`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,8 +105,7 @@ class Contents:
     @property
     def files(self) -> list[FileInfo]:
         """All of these files."""
-        rest = [*self.corrupt, *self.temporary, *self.others]
-        return [*self.segments, *self.runs, *self.heads, *self.packs, *self.parts, *rest]
+        return [info for kind in _KINDS for info in getattr(self, kind)]
 
     @property
     def nbytes(self) -> int:
@@ -113,25 +120,13 @@ class Contents:
 
 def contents_of(namespace: str, listing: list[FileInfo]) -> Contents:
     """The files of a namespace, from a listing of its folder."""
-    found = Contents(namespace, [], [], [], [], [], [], [], [])
+    found: dict[str, list[FileInfo]] = {kind: [] for kind in _KINDS}
     for info in listing:
-        if info.is_folder:
-            continue
-        if SEGMENT_NAME.fullmatch(info.name):
-            found.segments.append(info)
-        elif RUN_NAME.fullmatch(info.name):
-            found.runs.append(info)
-        elif HEAD_NAME.fullmatch(info.name):
-            found.heads.append(info)
-        elif PACK_NAME.fullmatch(info.name):
-            found.packs.append(info)
-        elif PART_NAME.fullmatch(info.name):
-            found.parts.append(info)
-        elif info.name == FINGERPRINT:
-            found.others.append(info)
-        elif is_left_over(info.name):
-            (found.corrupt if info.name.endswith(CORRUPT) else found.temporary).append(info)
-    return found
+        for kind, name in _KINDS.items() if not info.is_folder else ():
+            if name.fullmatch(info.name):
+                found[kind].append(info)
+                break
+    return Contents(namespace, **found)
 
 
 def is_ours(info: FileInfo) -> bool:
@@ -144,7 +139,7 @@ def is_ours(info: FileInfo) -> bool:
 
 def is_left_over(name: str) -> bool:
     """Whether a file of this name was set aside, is being written, or was left by a dead writer."""
-    return bool(_LEFT_OVER.fullmatch(name) or _TEMPORARY_TEXT.fullmatch(name))
+    return any(_KINDS[kind].fullmatch(name) for kind in ("corrupt", "temporary"))
 
 
 def stated_format(tag: bytes) -> int | None:

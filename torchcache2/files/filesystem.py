@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
+import resource
 import secrets
 import stat
 import threading
@@ -20,16 +22,10 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from torchcache2.core.process import ProcessLock
 from torchcache2.files.errors import DamagedError
-
-try:
-    import resource
-except ImportError:  # not a POSIX system
-    resource = None  # type: ignore[assignment]
-
 
 _SHARE = 8  # of the process's limit: 1/8 for segments, 1/8 for holds
 _LEAST, _MOST = 4, 512
@@ -60,151 +56,108 @@ def _nothing(number: int) -> None:
 
 def most_open() -> int:
     """How many segments, and how many holds, may be open now: a process's limit may change."""
-    if resource is None:
-        return _MOST
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return _MOST if limit < 0 else max(_LEAST, min(_MOST, limit // _SHARE))
 
 
-class _Open:
-    """Open files of all tiers of this process, the least recently used first.
-
-    Includes files inherited from a parent, as they are open too.
-    """
-
-    def __init__(self) -> None:
-        self._lock = ProcessLock(threading.RLock)
-        # The garbage collector may change this at any time.
-        self._files: OrderedDict[tuple[object, str], Descriptor] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-    def get(self, owner: object, path: str, *, is_used: bool = True) -> Descriptor | None:
-        with self._lock():
-            file = self._files.get((owner, path))
-            if file is not None and is_used:
-                with contextlib.suppress(KeyError):
-                    self._files.move_to_end((owner, path))
-            return file
-
-    def put(self, owner: object, path: str, file: Descriptor) -> None:
-        with self._lock():
-            self._files[owner, path] = file
-
-    def shrink(self, most: int) -> None:
-        """Close the least recently used files until at most `most` are open."""
-        with self._lock(), contextlib.suppress(KeyError):
-            while len(self._files) > most:
-                self._files.popitem(last=False)
-
-    def pop(self, owner: object, path: str) -> None:
-        with self._lock():
-            self._files.pop((owner, path), None)
-
-    def clear(self, owner: object = None) -> bool:
-        """Close the files of one owner, or all; returns whether there were any."""
-        with self._lock():
-            some = [key for key in list(self._files) if owner is None or key[0] is owner]
-            for key in some:
-                self._files.pop(key, None)
-            return bool(some)
-
-
-class Opener(Protocol):
-    """A file system."""
-
-    def open(self, path: str) -> Descriptor:
-        """Open a file for reading."""
-        ...
+_Files = OrderedDict[tuple[object, str], Descriptor]  # by owner and path, the least recently used first
 
 
 class Descriptors:
     """The open files of one tier, by path."""
 
-    # Shared by all tiers, as the process has one limit.
-    _segments = _Open()
-    _holds = _Open()
+    # Shared by all tiers, as the process has one limit; includes files inherited from a parent, as they are
+    # open too. The garbage collector may change these at any time.
+    _lock = ProcessLock(threading.RLock)
+    _segments: ClassVar[_Files] = OrderedDict()
+    _holds: ClassVar[_Files] = OrderedDict()
 
-    def __init__(self, fs: Opener) -> None:
+    def __init__(self, fs: FileSystem) -> None:
         self._fs = fs
         self._owner = object()
-        self._lock = ProcessLock(threading.RLock)
         self._forgotten = 0
-        weakref.finalize(self, _clear, self._owner).atexit = False
+        weakref.finalize(self, Descriptors._clear, self._owner).atexit = False
 
     @classmethod
     def spare(cls) -> bool:
         """Close all segments or, if none is open, all holds; returns whether there were any."""
-        return cls._segments.clear() or cls._holds.clear()
+        with cls._lock():
+            files = cls._segments or cls._holds
+            had_some = bool(files)
+            files.clear()
+        return had_some
 
     @classmethod
-    def _shrink(cls) -> None:
+    def _clear(cls, owner: object) -> None:
+        """Close the files of one owner."""
+        with cls._lock():
+            for files in (cls._segments, cls._holds):
+                for key in [key for key in list(files) if key[0] is owner]:
+                    files.pop(key, None)
+
+    def _put(self, files: _Files, path: str, file: Descriptor) -> None:
+        """Keep a file open; if too many are, close the least recently used ones."""
         most = most_open()
-        cls._segments.shrink(most)
-        cls._holds.shrink(most)
+        with self._lock(), contextlib.suppress(KeyError):
+            files[self._owner, path] = file
+            for some in (self._segments, self._holds):
+                while len(some) > most:
+                    some.popitem(last=False)
+
+    def _find(self, files: _Files, path: str) -> Descriptor | None:
+        """The file of a path, which counts as just used; None if it is not open."""
+        with self._lock():
+            file = files.get((self._owner, path))
+            with contextlib.suppress(KeyError):
+                files.move_to_end((self._owner, path))
+            return file
 
     def get(self, path: str) -> Descriptor:
         """The file, open for reading; it stays open as long as it is referenced."""
-        file = self._segments.get(self._owner, path)
+        file = self._find(self._segments, path)
         if file is not None:
             return file
         before = self._forgotten
         file = self._fs.open(path)
         with self._lock():
             if self._forgotten == before:  # else the file may have been deleted since
-                self._segments.put(self._owner, path, file)
-        self._shrink()
+                self._put(self._segments, path, file)
         return file
 
     def forget(self, path: str) -> None:
         """Close a file once no thread reads it any more."""
         with self._lock():
             self._forgotten += 1
-            self._segments.pop(self._owner, path)
+            self._segments.pop((self._owner, path), None)
 
     def clear(self) -> None:
         """Close all."""
         with self._lock():
             self._forgotten += 1
-            _clear(self._owner)
+            self._clear(self._owner)
 
     def may_hold(self, path: str) -> bool:
         """Whether a file can be held without closing another hold."""
-        return self.held(path, is_used=False) is not None or len(self._holds) < most_open()
+        return (self._owner, path) in self._holds or len(self._holds) < most_open()
 
     def hold(self, path: str, file: Descriptor) -> None:
         """Keep a file open until `let_go`, or until too many are."""
-        self._holds.put(self._owner, path, file)
-        self._shrink()
+        self._put(self._holds, path, file)
 
     def held(self, path: str, *, is_used: bool = True) -> Descriptor | None:
         """The held file of this path, if any; with `is_used`, mark it as just used."""
-        return self._holds.get(self._owner, path, is_used=is_used)
+        return self._find(self._holds, path) if is_used else self._holds.get((self._owner, path))
 
     def let_go(self, path: str) -> None:
         """No longer hold a file."""
-        self._holds.pop(self._owner, path)
-
-
-def _clear(owner: object) -> None:
-    Descriptors._segments.clear(owner)
-    Descriptors._holds.clear(owner)
-
-
-try:
-    import fcntl
-except ImportError:  # not a POSIX system
-    fcntl = None  # type: ignore[assignment]
+        self._holds.pop((self._owner, path), None)
 
 
 _MOST_BUFFERS = 1024  # per call: Linux's IOV_MAX
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 _TOO_MANY_OPEN = (errno.EMFILE, errno.ENFILE)
 # Non-blocking: opening a pipe without a writer, or a terminal, could wait forever.
-_READING = (
-    os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
-)
+_READING = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 T = TypeVar("T")
 
 
@@ -279,12 +232,12 @@ class FileSystem:
 
     def create(self, path: str) -> Descriptor:
         """Create a file for writing, with the umask's permissions; it must not exist."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         return _opened(lambda: Descriptor(os.open(path, flags, 0o666)))
 
     def edit(self, path: str) -> Descriptor:
         """Open a file that exists for reading and writing."""
-        return _opened(lambda: Descriptor(os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))))
+        return _opened(lambda: Descriptor(os.open(path, os.O_RDWR | os.O_CLOEXEC)))
 
     def size(self, file: Descriptor) -> int:
         """Bytes of an open file."""
@@ -320,7 +273,7 @@ class FileSystem:
 
     def sync_folder(self, path: str) -> None:
         """Return once the names in a folder are on disk."""
-        file = _opened(lambda: Descriptor(os.open(path, _READING | getattr(os, "O_DIRECTORY", 0))))
+        file = _opened(lambda: Descriptor(os.open(path, _READING | os.O_DIRECTORY)))
         try:
             os.fsync(file.number)
         except OSError as error:
@@ -332,8 +285,6 @@ class FileSystem:
 
         False if another process has locked it; None if the file system has no locks.
         """
-        if fcntl is None:
-            return None
         try:
             fcntl.flock(file.number, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -346,9 +297,8 @@ class FileSystem:
 
     def unlock(self, file: Descriptor) -> None:
         """Release a lock at once, even if a forked child has the file open too."""
-        if fcntl is not None:
-            with contextlib.suppress(OSError):
-                fcntl.flock(file.number, fcntl.LOCK_UN)
+        with contextlib.suppress(OSError):
+            fcntl.flock(file.number, fcntl.LOCK_UN)
 
     def rename(self, old: str, new: str) -> None:
         """Rename a file, replacing one of the new name."""

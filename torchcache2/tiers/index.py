@@ -6,15 +6,17 @@ of the key, so that a search rarely compares a wrong key. A free slot is 0, like
 eighths of the slots are in use, so nearly every key is within 16 slots of its home slot. Every operation
 works on whole batches.
 
-`KeyTable` only searches; its owner provides the memory, which processes may share. Not thread-safe: the owner
-holds a lock.
+`KeyLocations` has a location for each key. `KeyTable` only searches; its owner provides the memory, which
+processes may share. Not thread-safe: the owner holds a lock.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+
 import numpy as np
 
-from torchcache2.core.keys import Ordinals, Words
+from torchcache2.core.keys import Array, Ordinals, Words
 
 _FREE, _REMOVED = 0, -1
 _WINDOW = np.arange(16)[:, None]  # slots compared at once: two cache lines
@@ -22,6 +24,8 @@ _TAG = np.uint64(0x7FFFFFFE_00000000)  # the bits of a slot that come from the k
 _USED = np.uint64(1 << 32)  # this bit tells a slot in use from a free one, whatever its tag and ordinal
 _TAG_INT, _USED_INT = int(_TAG), int(_USED)
 _LEAST = 32
+_NOWHERE = -1
+_GROWTH = 1.0625
 _AT_ONCE = 8192  # keys whose windows stay in the processor's cache
 
 
@@ -220,3 +224,75 @@ class KeyIndex(KeyTable):
         while self._count + count > slots * 5 // 8:
             slots *= 2
         return slots
+
+
+class KeyLocations:
+    """Keys in memory, each with a location: the number of a segment << 32 | the number of a row in it."""
+
+    def __init__(self) -> None:
+        self._index = KeyIndex(np.empty((0, 2), np.uint64))
+        self._locations = np.empty(0, np.int64)
+        self.gone = 0  # keys of removed segments; adding them again reuses their places
+        self.has_copies = False  # whether duplicate keys were left out
+
+    def __len__(self) -> int:
+        return len(self._index) - self.gone
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return self._index.nbytes + self._index.keys.nbytes + self._locations.nbytes
+
+    def find(self, words: Words) -> Array:
+        """The location of each key, or -1."""
+        ordinals = self._index.find(words)
+        if not len(self._locations):
+            return ordinals
+        locations = self._locations.take(ordinals, mode="clip")
+        locations[ordinals < 0] = _NOWHERE
+        return locations
+
+    def add(self, keys: Mapping[int, Array], first: int = 0) -> None:
+        """Add the keys, uint8 ``(n, 16)``, of segments, by segment number, from row `first` on.
+
+        Adding many keys at once is far faster than adding a few many times.
+        """
+        words: Words = np.concatenate(list(keys.values())).view("<u8")
+        rows = [number << 32 | np.arange(first, first + len(some)) for number, some in keys.items()]
+        locations = np.concatenate(rows)
+        low = np.sort(words[:, 0]) if len(words) > 1 else words[:, 0]
+        if (low[1:] == low[:-1]).any():  # some may be equal
+            distinct = np.unique(words, axis=0, return_index=True)[1]
+            self.has_copies |= len(distinct) < len(words)
+            words, locations = words[distinct], locations[distinct]
+        ordinals = self._index.find(words)
+        if (ordinals >= 0).any():
+            known = np.flatnonzero(ordinals >= 0)
+            gone = known[self._locations[ordinals[known]] < 0]
+            self._locations[ordinals[gone]] = locations[gone]
+            self.gone -= len(gone)
+            self.has_copies |= len(gone) < len(known)
+            words, locations = words[ordinals < 0], locations[ordinals < 0]
+        count = len(self._index)
+        if count + len(words) > len(self._locations):
+            size = max(count + len(words), int(len(self._locations) * _GROWTH))
+            self._locations = np.concatenate([self._locations[:count], np.empty(size - count, np.int64)])
+            table = np.empty((size, 2), np.uint64)
+            table[:count] = self._index.keys[:count]
+            self._index.keys = table
+        self._index.add(words)
+        self._locations[count : count + len(words)] = locations
+
+    def remove(self, numbers: Collection[int]) -> int:
+        """Forget segments; returns how many keys were in them."""
+        locations = self._locations[: len(self._index)]
+        ordinals = np.flatnonzero(np.isin(locations >> 32, list(numbers)))
+        locations[ordinals] = _NOWHERE
+        self.gone += len(ordinals)
+        return len(ordinals)
+
+    def lose(self, locations: Array) -> None:
+        """Forget the keys of some rows, given by their locations."""
+        ordinals = np.flatnonzero(np.isin(self._locations[: len(self._index)], locations))
+        self._locations[ordinals] = _NOWHERE
+        self.gone += len(ordinals)

@@ -13,7 +13,6 @@ from torch.utils.data import get_worker_info
 
 from torchcache2.core.errors import OptionError
 from torchcache2.core.logs import ToldOnce, logger
-from torchcache2.core.places import Bucket, Servers
 from torchcache2.core.process import has_peers, ranks_here
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import size_text
@@ -24,9 +23,8 @@ from torchcache2.files.removal import used_bytes
 from torchcache2.tiers.base import Signals, Tier
 from torchcache2.tiers.bucket.objects import Objects
 from torchcache2.tiers.bucket.source import BucketSource
-from torchcache2.tiers.disk.scratch import Scratch
 from torchcache2.tiers.disk.tier import DiskTier
-from torchcache2.tiers.meeting import job_name
+from torchcache2.tiers.meeting import Scratch, job_name
 from torchcache2.tiers.memory.tier import MemoryTier
 from torchcache2.tiers.redis.client import Clients
 from torchcache2.tiers.redis.tier import RedisTier
@@ -105,14 +103,9 @@ def make_tiers(
     # Rows that wait to be written count as memory, too.
     queue = max(_LEAST_QUEUED, min(_MOST_QUEUED, budget // 4)) // ranks if settings.is_persistent else 0
     tiers = [_memory(settings, max(0, budget - queue * ranks), in_use, description, job)]
-    if settings.servers is not None:
-        tiers.append(_redis(settings, settings.servers, queue, claims=settings.claims))
-    elif settings.is_persistent:
+    if settings.is_persistent:
         try:
-            if settings.bucket is not None:
-                tiers.append(_mirrored(settings, settings.bucket, opened, queue, in_use, description, job))
-            else:
-                tiers.append(_disk(settings, queue, in_use, description, job))
+            tiers.append(_lasting(settings, queue, in_use, description, job, opened, claims=settings.claims))
         except OSError as error:
             logger.warning("there is no temporary folder: rows stay in memory (%s)", str(error))
         except OptionError as error:  # the folder has changed since the decorator accepted it
@@ -152,17 +145,23 @@ def make_levels(
             memory = MemoryTier(budget // ranks_here(), in_use=in_use, spills=True, among=_workers)
             tiers.append(memory)
     queue = max(_LEAST_QUEUED, min(_MOST_QUEUED, budget // 4))
-    options: dict[str, Any] = {"most_seconds": _most_seconds, "signals": signals}
-    if settings.servers is not None:
-        tiers.append(_redis(settings, settings.servers, queue, claims=False, **options))
-    elif settings.is_persistent:
+    if settings.is_persistent:
         try:
-            options |= {"delay": _SAMPLES_SEALED_AFTER, "writes": writes}
-            if settings.bucket is not None:
-                place = settings.bucket, opened
-                tiers.append(_mirrored(settings, *place, queue, in_use, description, job, **options))
-            else:
-                tiers.append(_disk(settings, queue, in_use, description, job, is_worker, **options))
+            tiers.append(
+                _lasting(
+                    settings,
+                    queue,
+                    in_use,
+                    description,
+                    job,
+                    opened,
+                    is_worker=is_worker,
+                    writes=writes,
+                    delay=_SAMPLES_SEALED_AFTER,
+                    most_seconds=_most_seconds,
+                    signals=signals,
+                )
+            )
         except OSError as error:
             warn("there is no temporary folder: what does not fit in memory is not kept (%s)", str(error))
     return tiers or [MemoryTier(0)]
@@ -183,39 +182,28 @@ def _memory(
     return MemoryTier(budget, settings.policy, device, in_use, spills=settings.is_persistent)
 
 
-def _redis(settings: CacheSettings, servers: Servers, queue: int, **options: Any) -> RedisTier:
-    codec, quality = settings.compression, settings.compression_quality
-    return RedisTier(servers, codec=codec, quality=quality, queue=queue, **options)
-
-
-def _disk(
+def _lasting(
     settings: CacheSettings,
     queue: int,
     in_use: InUse,
     description: Description,
     job: bytes | None,
+    opened: Opened | None,
+    *,
+    claims: bool = False,
     is_worker: bool = False,
-    **options: Any,
-) -> DiskTier:
-    scratch = Scratch(job) if settings.persistent_cache_dir is None else None
-    path = scratch.path if scratch is not None else str(settings.persistent_cache_dir)
-    options["temporary"] = scratch is not None and not is_worker
-    options["closed"] = None if scratch is None else scratch.remove
-    return _folder(settings, path, queue, in_use, description, **options)
-
-
-def _mirrored(
-    settings: CacheSettings,
-    bucket: Bucket,
-    objects: Objects | None,
-    queue: int,
-    in_use: InUse,
-    description: Description,
-    job: bytes | None,
     writes: bool = True,
+    delay: float | None = None,
     **options: Any,
-) -> DiskTier:
-    """A folder with a bucket below it."""
+) -> Tier:
+    """Servers, or a folder, perhaps with a bucket below it."""
+    options |= {"codec": settings.compression, "quality": settings.compression_quality, "queue": queue}
+    if settings.servers is not None:
+        return RedisTier(settings.servers, claims=claims, **options)
+    if delay is not None:
+        options["delay"] = delay
+    bucket, folder = settings.bucket, settings.persistent_cache_dir
+    folder = folder if bucket is None else bucket.local_dir
     tiers = weakref.WeakSet[DiskTier]()  # weak: the bucket must not keep its owner alive
 
     def flush_first() -> None:
@@ -223,41 +211,37 @@ def _mirrored(
             tier.flush()
 
     with contextlib.ExitStack() as stack:
-        if objects is not None:
-            stack.callback(objects.close)
-        scratch = Scratch(job) if bucket.local_dir is None else None
-        path = scratch.path if scratch is not None else str(bucket.local_dir)
-        options["temporary"] = is_temporary = scratch is not None
-        options["closed"] = None if scratch is None else scratch.remove
-        source = BucketSource(
-            bucket,
+        if opened is not None:
+            stack.callback(opened.close)
+        scratch = Scratch(job) if folder is None else None
+        path = scratch.path if scratch is not None else str(folder)
+        budget, source = disk_budget(settings, path), None
+        if bucket is not None:
+            source = BucketSource(
+                bucket,
+                path,
+                budget,
+                objects=opened,
+                signals=options.get("signals"),
+                uploads=writes,
+                flush_first=flush_first,
+                temporary=scratch is not None,
+            )
+        disk = DiskTier(
             path,
-            disk_budget(settings, path),
-            objects=objects,
-            signals=options.get("signals"),
-            uploads=writes,
-            flush_first=flush_first,
-            temporary=is_temporary,
+            budget,
+            settings.policy,
+            in_use=in_use,
+            description=description,
+            temporary=scratch is not None and not (is_worker and bucket is None),
+            closed=None if scratch is None else scratch.remove,
+            bucket=source,
+            writes=writes or bucket is not None,
+            **options,
         )
-        tiers.add(disk := _folder(settings, path, queue, in_use, description, bucket=source, **options))
+        tiers.add(disk)
         stack.pop_all()
     return disk
-
-
-def _folder(
-    settings: CacheSettings, path: str, queue: int, in_use: InUse, description: Description, **options: Any
-) -> DiskTier:
-    return DiskTier(
-        path,
-        disk_budget(settings, path),
-        settings.policy,
-        settings.compression,
-        settings.compression_quality,
-        queue=queue,
-        in_use=in_use,
-        description=description,
-        **options,
-    )
 
 
 def _workers() -> int:

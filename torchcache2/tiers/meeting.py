@@ -1,19 +1,25 @@
-"""How the processes of a job find each other: the job's name, and folders private to its user.
+"""How the processes of a job find each other: the job's name, folders private to its user, and `Scratch`.
 
 A pid is unique within one container or machine only, and several may see the same folder. So file names
 include the machine, and a process leaves files of other machines alone.
+
+`Scratch` is a temporary cache directory, deleted at exit; it also deletes those of killed runs. The ranks of
+a job share one; the last rank deletes it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import stat
+import tempfile
+import time
 from collections.abc import Mapping
 
-from torchcache2.core.process import ray_job
+from torchcache2.core.process import AtExit, ray_job
 from torchcache2.core.version import __version__
-from torchcache2.files.filesystem import Descriptor
+from torchcache2.files.filesystem import Descriptor, FileSystem
 from torchcache2.identity.encoding import digest
 from torchcache2.tiers.shared.region import start_time
 
@@ -70,9 +76,102 @@ def is_own(path: str) -> bool:
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
-def is_at(file: Descriptor, path: str) -> bool:
-    """Whether `path` still names this open file."""
-    try:
-        return os.path.samestat(os.fstat(file.number), os.stat(path))
-    except FileNotFoundError:
+_EXIT_PRIORITY = 0  # below the writer's, which writes into the folder first
+_PREFIX = "torchcache2-"
+_CACHE = "cache"
+_ALIVE = ".alive"  # a file in the folder, locked by every process that uses the folder
+_BETWEEN_TRIES = 0.005  # seconds
+
+
+class Scratch:
+    """A folder that exists until `remove` is called or the process ends; `OSError` if none can be made.
+
+    The processes of a `job`, 16 bytes, share one, which exists until all have left.
+    """
+
+    def __init__(self, job: bytes | None = None) -> None:
+        self._fs = fs = FileSystem()
+        self._remove_leftovers(fs)
+        self._pid, self._is_shared = os.getpid(), job is not None
+        self._alive: Descriptor | None = None
+        while self._alive is None:
+            if job is None:
+                self._top = tempfile.mkdtemp(prefix=_PREFIX)
+                alive = fs.create(os.path.join(self._top, _ALIVE))
+            else:
+                self._top, alive = _of_job(fs, job)
+            # Another run may have deleted the folder as a leftover.
+            if fs.lock(alive, exclusive=False) is not False and fs.links(alive):
+                self._alive = alive
+            else:
+                time.sleep(_BETWEEN_TRIES)
+        self._exit = AtExit(self.remove, _EXIT_PRIORITY)
+
+    @property
+    def path(self) -> str:
+        """The cache directory, which the tier makes."""
+        return os.path.join(self._top, _CACHE)
+
+    def remove(self) -> None:
+        """Delete the folder if no other process uses it; a forked child leaves it to its parent."""
+        if os.getpid() == self._pid and self._alive is not None:
+            self._exit.cancel()
+            # If several leave at once, the last can lock it exclusively: the others' locks end here.
+            is_alone = self._fs.lock(self._alive, exclusive=True)
+            is_ours = is_alone if self._is_shared else is_alone is not False
+            # If the locked file has no name, others have deleted the folder, and perhaps made a new one.
+            if is_ours and self._fs.links(self._alive):
+                _delete(self._top)
+            self._alive = None
+
+    @staticmethod
+    def _remove_leftovers(fs: FileSystem) -> None:
+        """Delete the folders of this user whose processes are dead."""
+        folder = tempfile.gettempdir()
+        with contextlib.suppress(OSError):
+            for info in fs.listing(folder):
+                if not info.is_folder or not info.name.startswith(_PREFIX):
+                    continue
+                top = os.path.join(folder, info.name)
+                with contextlib.suppress(OSError):
+                    if not _is_scratch(fs, top):
+                        continue
+                    alive = fs.open(os.path.join(top, _ALIVE))
+                    # Meanwhile the job may have ended, and another have made the folder anew.
+                    if fs.lock(alive, exclusive=True) and fs.links(alive):
+                        _delete(top)
+
+
+def _of_job(fs: FileSystem, job: bytes) -> tuple[str, Descriptor]:
+    """The folder that the processes of a job share, and its ``.alive``; `OSError` if it is another user's."""
+    top = os.path.join(tempfile.gettempdir(), f"{_PREFIX}{job.hex()}")
+    path = os.path.join(top, _ALIVE)
+    while True:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(top, 0o700)
+        # The last process of the job may delete the folder at any point: then it is made again.
+        with contextlib.suppress(FileNotFoundError):
+            if os.lstat(top).st_uid != os.getuid():
+                raise PermissionError(f"{top} belongs to another user")
+            try:
+                return top, fs.create(path)
+            except FileExistsError:
+                return top, fs.open(path)
+        time.sleep(_BETWEEN_TRIES)
+
+
+def _delete(top: str) -> None:
+    """Delete a folder; ``.alive`` goes last, so that the next run finds what could not be deleted."""
+    cache = os.path.join(top, _CACHE)
+    shutil.rmtree(cache, ignore_errors=True)
+    if not os.path.lexists(cache):
+        shutil.rmtree(top, ignore_errors=True)
+
+
+def _is_scratch(fs: FileSystem, top: str) -> bool:
+    """Whether a folder was made by a run of this user, and has no other content."""
+    if os.lstat(top).st_uid != os.getuid():
         return False
+    listing = {info.name: info.is_folder for info in fs.listing(top)}
+    is_known = listing in ({_ALIVE: False}, {_ALIVE: False, _CACHE: True})
+    return is_known and len(os.listdir(top)) == len(listing)

@@ -120,7 +120,6 @@ class Writer:
         self._at_exit = at_exit
         self._clock = clock
         self._seals, self._sealed = seals, seals()
-        self._wakes = math.inf  # when the waiting thread checks for old segments; inf if it is not waiting
         self._most_bytes = 0  # upper bound of waiting bytes; includes bytes written since it was computed
         self._open: dict[Kind, Pending] = {}
         self._ready: deque[Pending] = deque()
@@ -144,8 +143,7 @@ class Writer:
         pending = self._open.get((namespace, kind))
         if pending is None or pending.dropped:
             pending = self._open[namespace, kind] = Pending(namespace, next(numbers), self._clock())
-            if pending.since + self.pace.delay_of(namespace) < self._wakes:
-                self._changed.notify_all()
+            self._changed.notify_all()  # the thread computes anew when to wake
         return pending
 
     def added(self, pending: Pending, kind: Hashable, size: int) -> None:
@@ -266,9 +264,7 @@ class Writer:
                 if self._open:
                     left = min(left, self._close_if_asked())
                 if not self._ready:
-                    self._wakes = self._clock() + left
                     self._changed.wait(None if left == math.inf else left)
-                    self._wakes = math.inf
             return True
 
     def _close_if_asked(self) -> float:

@@ -17,7 +17,7 @@ from torchcache2 import CacheSettings
 from torchcache2.engine.cache import Cache
 from torchcache2.engine.stack import TierStack
 from torchcache2.tiers.base import replicas_of
-from torchcache2.tiers.memory import columns as columns_module
+from torchcache2.tiers.memory import arena as arena_module
 from torchcache2.tiers.memory import table as table_module
 from torchcache2.tiers.memory.tier import MemoryTier
 from torchcache2.tiers.shared.chunks import Chunks
@@ -46,7 +46,7 @@ def make(request, monkeypatch, share):
         def refuse(*args, **options):
             raise OSError("no address space")
 
-        monkeypatch.setattr(columns_module.mmap, "mmap", refuse)
+        monkeypatch.setattr(arena_module.mmap, "mmap", refuse)
 
     def made(budget=10**7, in_use=None):
         if request.param == "shared":

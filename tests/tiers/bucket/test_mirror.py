@@ -35,7 +35,7 @@ from torchcache2.files.layout import unpack
 from torchcache2.tiers.bucket.mirror import Mirror, MirrorLock
 from torchcache2.tiers.bucket.objects import Objects
 from torchcache2.tiers.bucket.transfers import Transfer, Uploads
-from torchcache2.tiers.disk.sealing import AwaitedUploads
+from torchcache2.tiers.disk import sealing
 
 FOLDER = NAMESPACES[0].hex()
 WIDTH, ROWS = 1000, 10  # 40 kB a segment
@@ -225,7 +225,7 @@ def test_a_fingerprint_has_what_is_surer_of_what_both_say(slow, path):
 
 
 def test_uploaded_segments_make_room_and_others_never_do(slow, path, tmp_path, monkeypatch):
-    monkeypatch.setattr(AwaitedUploads, "pause", 0.005)
+    monkeypatch.setattr(sealing, "PAUSE", 0.005)
     budget = 10 * SEGMENT  # or segments would be smaller
     with mirrored(slow, path, budget) as (disk, mirror):
         slow.gate.clear()
@@ -249,8 +249,8 @@ def test_uploaded_segments_make_room_and_others_never_do(slow, path, tmp_path, m
 
 
 def test_who_waits_for_room_gives_up_if_nobody_uploads(path, monkeypatch, log):
-    monkeypatch.setattr(AwaitedUploads, "pause", 0.005)
-    monkeypatch.setattr(AwaitedUploads, "silence", 0.1)
+    monkeypatch.setattr(sealing, "PAUSE", 0.005)
+    monkeypatch.setattr(sealing, "SILENCE", 0.1)
     disk = mirrored_disk(path, 10 * SEGMENT)
     for number in range(12):
         put(disk, [(number, row) for row in range(ROWS)], WIDTH)

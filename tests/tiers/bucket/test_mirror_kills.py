@@ -13,7 +13,7 @@ from tests.helpers.storage import NAMESPACES, found, seal, segments, size_of
 from torchcache2.core.places import Bucket
 from torchcache2.tiers.bucket.mirror import Mirror
 from torchcache2.tiers.bucket.objects import Objects
-from torchcache2.tiers.disk.sealing import AwaitedUploads
+from torchcache2.tiers.disk import sealing
 
 CYCLES = 40 if os.environ.get("SOAK") else 3
 IMPORTS = ("s3fs", "gcsfs.core", "tests.helpers.buckets")  # as other tests have them
@@ -30,7 +30,7 @@ fill_for_ever(*sys.argv[1:])
 
 def fill_for_ever(path, url, first):
     """Seal segments of rows that no other process has; print the number of each that is sealed."""
-    AwaitedUploads.pause = 0.002
+    sealing.PAUSE = 0.002
     tier, *_ = opened_stack(path, Bucket.of(url))
     for number in range(int(first), int(first) + 1000):
         seal(tier, [(number, row) for row in range(ROWS)], WIDTH)

@@ -31,7 +31,8 @@ from tests.helpers.storage import (
     size_of,
     strange_files,
 )
-from torchcache2.tiers.disk import index, merging
+from torchcache2.files import run as merging
+from torchcache2.tiers.disk import index
 from torchcache2.tiers.disk.tier import DiskTier
 
 SOAK = bool(os.environ.get("SOAK"))

@@ -86,7 +86,7 @@ def test_without_a_time_all_may_wait_that_the_queue_allows(tmp_path):
     tier = DiskTier(tmp_path, codec="none", delay=NEVER, fs=Slow(1e6), queue=10**9)
     for name in range(100):
         put(tier, [name], 20_000)
-    writer = tier._known.writer
+    writer = tier._index.writer
     assert writer.nbytes > 8_000_000 and writer.pace.limit == 10**9
     tier.drop(keys_of([]).namespace)
     tier.close()

@@ -35,10 +35,10 @@ from tests.helpers.storage import (
     warnings_of,
 )
 from torchcache2.core import sizes
+from torchcache2.files import run as merging
 from torchcache2.files.directory import LOCK
 from torchcache2.files.filesystem import FileSystem
 from torchcache2.tiers.disk import index as located_module
-from torchcache2.tiers.disk import merging
 from torchcache2.tiers.disk.tier import DiskTier
 from torchcache2.tiers.unwritten import Pending
 

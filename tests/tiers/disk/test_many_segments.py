@@ -30,8 +30,8 @@ from tests.helpers.storage import (
     size_of,
 )
 from torchcache2.files.removal import Allowance, make_room
-from torchcache2.tiers.disk.index import Table
 from torchcache2.tiers.disk.tier import DiskTier
+from torchcache2.tiers.index import KeyLocations
 from torchcache2.tiers.unwritten import OwnRows, Slabs
 from torchcache2.tiers.writer import Pace, Writer
 
@@ -53,13 +53,13 @@ class Counting(Watched):
 @pytest.fixture
 def removals(monkeypatch):
     """How many keys each removal from an index was about."""
-    counts, remove = [], Table.remove
+    counts, remove = [], KeyLocations.remove
 
     def counted(self, numbers):
         counts.append(remove(self, numbers))
         return counts[-1]
 
-    monkeypatch.setattr(Table, "remove", counted)
+    monkeypatch.setattr(KeyLocations, "remove", counted)
     return counts
 
 
@@ -91,7 +91,7 @@ def test_files_are_opened_again_once_for_those_that_are_gone(make, path, removal
     fs = Counting()
     tier = make(fs=fs)
     assert found(tier, names) == names
-    tier._known.descriptors.clear()
+    tier._index.descriptors.clear()
     delete(segments(path)[::2])
     removals.clear()
     fs.calls.clear()
@@ -143,7 +143,7 @@ def test_a_thousand_copies_of_one_segment_cost_one_look_each(make, path, at_once
     assert found(tier, range(ROWS)) == list(range(ROWS))
     first = tier.index_bytes
     delete([file, *others[:-1]])
-    tier._known.descriptors.clear()
+    tier._index.descriptors.clear()
     found(tier, [NOWHERE, *range(ROWS)])
     assert found(tier, [NOWHERE, *range(ROWS)]) == list(range(ROWS))
     assert len(removals) <= 2
@@ -176,7 +176,7 @@ def test_a_forked_child_finds_copies_of_what_its_parent_writes(make, path, at_on
 def test_the_table_agrees_with_a_dict():
     """Segments come and go, with keys that others have: a key is where one of them has it, or nowhere."""
     generator = np.random.default_rng(0)
-    table, segments = Table(), {}
+    table, segments = KeyLocations(), {}
     data = np.frombuffer(b"".join(map(key_of, range(200))), np.uint8).reshape(-1, 16)
     for number in range(300):
         chosen = generator.choice(200, generator.integers(1, 60), replace=bool(generator.integers(2)))
@@ -469,8 +469,8 @@ def test_rows_are_sealed_at_flush_however_long_they_may_wait(monkeypatch):
 def test_a_namespace_that_is_new_does_not_wait_for_the_share_of_another(make, path):
     """The thread of the writer wakes for what is due first."""
     tier = make(delay=0.2)
-    tier._known.begin()
-    writer = tier._known.writer
+    tier._index.begin()
+    writer = tier._index.writer
     writer.pace.waited[NAMESPACES[0]] = 100 * NEVER
     put(tier, range(4), namespace=NAMESPACES[0])
     put(tier, range(4), namespace=NAMESPACES[1])

@@ -19,11 +19,10 @@ from tests.helpers.storage import (
     size_of,
     warnings_of,
 )
+from torchcache2.files import run as merging
 from torchcache2.files.directory import RUNS
 from torchcache2.files.filesystem import Descriptors, FileSystem
-from torchcache2.files.run import Run
-from torchcache2.tiers.disk import merging
-from torchcache2.tiers.disk.merging import kept_runs
+from torchcache2.files.run import Run, kept_runs
 
 ROWS = 8  # of a segment
 
@@ -45,7 +44,7 @@ def fill(tier, count, first=0, namespace=NAMESPACES[0], width=4):
 
 
 def index_of(tier):
-    return tier._known.located[NAMESPACES[0]]
+    return tier._index.namespaces[NAMESPACES[0]]
 
 
 @pytest.mark.parametrize("codec", ["none", "brotli"])
@@ -95,7 +94,7 @@ def test_a_reader_of_an_old_run_goes_on_when_it_is_merged(make, path):
     before = runs(path)
     more = fill(writer, 30, 8)
     assert not set(before) & set(runs(path))
-    readers[1]._known.descriptors.clear()
+    readers[1]._index.descriptors.clear()
     assert found(readers[0], names) == names  # no look is due, as all is found
     found(readers[1], names)  # perhaps it meets what is gone
     for tier in readers:

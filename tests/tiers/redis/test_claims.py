@@ -13,7 +13,7 @@ from tests.helpers.redis import RedisServer
 from tests.helpers.storage import NAMESPACES, key_of, keys_of, wait_until
 from tests.tiers.claims_contract import ClaimContract, in_thread
 from torchcache2.core.places import Servers
-from torchcache2.tiers.claims import Claim
+from torchcache2.tiers.base import Claim
 from torchcache2.tiers.redis.claims import RedisClaims
 from torchcache2.tiers.redis.client import LOST, Clients
 from torchcache2.tiers.redis.record import claim_names, row_names

@@ -17,7 +17,7 @@ WORKER = """
 import os, random, sys, threading, time
 from tests.helpers.storage import keys_of
 from torchcache2.core.places import Servers
-from torchcache2.tiers.claims import Claim
+from torchcache2.tiers.base import Claim
 from torchcache2.tiers.redis.claims import RedisClaims
 from torchcache2.tiers.redis.client import Clients
 from torchcache2.tiers.redis.record import row_names

@@ -12,7 +12,7 @@ from tests.helpers.redis import PASSWORD, PROGRAMS, RedisServer, free_port, name
 from tests.helpers.storage import wait_until
 from torchcache2.core.errors import OptionError
 from torchcache2.core.places import Server, Servers
-from torchcache2.tiers.claims import Claim
+from torchcache2.tiers.base import Claim
 from torchcache2.tiers.redis.claims import RedisClaims
 from torchcache2.tiers.redis.client import LOST, Slots
 from torchcache2.tiers.redis.record import pattern, row_names

@@ -7,7 +7,7 @@ import pytest
 
 from tests.helpers.storage import NAMESPACES, put
 from tests.helpers.storage import warnings_of as records_of
-from torchcache2.tiers.shared import peers as peers_module
+from torchcache2.tiers.shared import tables as tables_module
 
 SAME = {"weights layer": "w", "class Net": "c", "attribute size": "3"}
 OTHERS = NAMESPACES[1]
@@ -20,7 +20,7 @@ def warnings_of(log):
 @pytest.fixture
 def rank(join, monkeypatch):
     """Makes tiers of ranks, each with the parts of a namespace, that have computed for long."""
-    monkeypatch.setattr(peers_module, "_COMPARED_AFTER", -1.0)
+    monkeypatch.setattr(tables_module, "_COMPARED_AFTER", -1.0)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
 
     def one(number, parts, budget=10**8, **environment):
@@ -115,7 +115,7 @@ def test_runs_of_a_sweep_differ_on_purpose(rank, log, other):
 
 
 def test_what_ranks_have_in_the_beginning_says_nothing(rank, log, monkeypatch):
-    monkeypatch.setattr(peers_module, "_COMPARED_AFTER", 10.0)
+    monkeypatch.setattr(tables_module, "_COMPARED_AFTER", 10.0)
     for number in range(2):
         put(rank(number, SAME | {"attribute rank": str(number)}), range(3), namespace=NAMESPACES[number])
     assert warnings_of(log) == []
@@ -139,13 +139,13 @@ def test_a_description_that_is_unknown_or_damaged_or_long_is_no_fault(rank, log)
 
 
 def test_a_full_memory_is_no_reason_to_be_silent(rank, log, monkeypatch):
-    monkeypatch.setattr(peers_module, "_COMPARED_AFTER", 10.0)
+    monkeypatch.setattr(tables_module, "_COMPARED_AFTER", 10.0)
     tiers = [rank(number, SAME | {"attribute rank": str(number)}, budget=600_000) for number in range(2)]
     for names in (range(1), range(200)):
         for number, tier in enumerate(tiers):
             put(tier, names, 1000, namespace=NAMESPACES[number])
     assert ["is full" in text for text in warnings_of(log)] == [True, True]
-    monkeypatch.setattr(peers_module, "_COMPARED_AFTER", -1.0)
+    monkeypatch.setattr(tables_module, "_COMPARED_AFTER", -1.0)
     for number, tier in enumerate(tiers):
         put(tier, range(200, 201), 1000, namespace=NAMESPACES[number])
     assert "attribute rank: 0 → 1" in warnings_of(log)[2]

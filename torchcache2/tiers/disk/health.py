@@ -69,16 +69,10 @@ class Health(Breaker):
                 self._directory.set_aside(path)
         else:
             self.faults += 1
-            self.last = [
-                OSError(f"{type(error).__name__}: {error}")
-            ]  # without the frames of the error itself
-            # As text: a log record with the error itself would keep files open and locked.
-            self.tell(
-                "fault",
-                "the cache directory fails at %s, and the cache continues in memory: %s",
-                path,
-                repr(error),
-            )
+            # Without the error itself: its frames would keep files open and locked.
+            self.last = [OSError(f"{type(error).__name__}: {error}")]
+            message = "the cache directory fails at %s, and the cache continues in memory: %s"
+            self.tell("fault", message, path, repr(error))
 
     def damaged(self, path: str, error: Exception, rows: int) -> None:
         """Count damaged rows of a segment that stays as it is."""
@@ -126,21 +120,15 @@ class Health(Breaker):
     def full(self, budget: int, *, mirrored: bool = False) -> None:
         """Pause writing: there is no room, and none can be made."""
         self.pause()
-        if mirrored:
-            self.tell(
-                "full",
-                "the local folder %s is full (%s) of rows that the bucket does not have yet, and "
-                "they are not uploaded fast enough: new rows stay in memory. Raise max_persistent_cache_size "
-                "(of a dataset, disk_size)",
-                self._directory.path,
-                size_text(budget),
-            )
-            return
-        self.tell(
-            "full",
-            "the cache directory %s is full (%s) of rows that are in use, or not ours to delete: new "
-            "rows stay in memory. Raise max_persistent_cache_size (of a dataset, disk_size), set "
-            "policy='lru', or delete with `torchcache2 prune`",
-            self._directory.path,
-            size_text(budget),
+        message = (
+            "the cache directory %s is full (%s) of rows that are in use, or not ours to delete: new rows "
+            "stay in memory. Raise max_persistent_cache_size (of a dataset, disk_size), set policy='lru', or "
+            "delete with `torchcache2 prune`"
         )
+        if mirrored:
+            message = (
+                "the local folder %s is full (%s) of rows that the bucket does not have yet, and they are "
+                "not uploaded fast enough: new rows stay in memory. Raise max_persistent_cache_size (of a "
+                "dataset, disk_size)"
+            )
+        self.tell("full", message, self._directory.path, size_text(budget))

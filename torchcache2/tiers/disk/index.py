@@ -4,29 +4,34 @@ Most rows of a large namespace are in *runs*, which are searched on disk. A tabl
 unsealed rows. If several processes have computed an item, each of their segments has its row, and look-ups
 find any of these.
 
-Not thread-safe: the tier holds a lock.
+`TierIndex` has the indexes of the namespaces that a tier uses, under one lock.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from torchcache2.core.errors import OptionError
 from torchcache2.core.keys import Array, Words
+from torchcache2.core.process import ProcessLock
 from torchcache2.files.directory import FINGERPRINT, CacheDirectory
 from torchcache2.files.errors import DamagedError, NewerFormatError, UnreadableError
 from torchcache2.files.filesystem import Descriptor, Descriptors, FileInfo
 from torchcache2.files.layout import SEGMENT
 from torchcache2.files.run import Run
 from torchcache2.files.segment import Segment
-from torchcache2.tiers.index import KeyIndex
+from torchcache2.tiers.disk.health import Health
+from torchcache2.tiers.index import KeyLocations
 from torchcache2.tiers.unwritten import Pending
+from torchcache2.tiers.writer import Writer
 
 AnySegment = Segment | Pending
 OnFault = Callable[[Exception, str], None]
@@ -35,7 +40,6 @@ _LOOK_EVERY = 2.0  # seconds between looks for segments of other writers
 _SETTLED = 2e9  # nanoseconds after which another change surely changes a folder's time
 _HOLD_EVERY = 0.1  # seconds
 _ADDED_AT_ONCE = 1 << 20  # keys, 16 MB
-_GROWTH = 1.0625
 _NOWHERE = -1
 
 
@@ -52,78 +56,6 @@ class RowLocations(NamedTuple):
     def at(self, positions: Array | slice) -> RowLocations:
         """The locations of some keys."""
         return RowLocations(*(some[positions] for some in self))
-
-
-class Table:
-    """Keys in memory → segment and row."""
-
-    def __init__(self) -> None:
-        self._index = KeyIndex(np.empty((0, 2), np.uint64))
-        self._locations = np.empty(0, np.int64)  # segment number; row in the low 32 bits
-        self.gone = 0  # keys of removed segments; adding them again reuses their places
-        self.has_copies = False  # whether duplicate keys were left out
-
-    def __len__(self) -> int:
-        return len(self._index) - self.gone
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in memory."""
-        return self._index.nbytes + self._index.keys.nbytes + self._locations.nbytes
-
-    def find(self, words: Words) -> Array:
-        """The location of each key, or -1."""
-        ordinals = self._index.find(words)
-        if not len(self._locations):
-            return ordinals
-        locations = self._locations.take(ordinals, mode="clip")
-        locations[ordinals < 0] = _NOWHERE
-        return locations
-
-    def add(self, keys: Mapping[int, Array], first: int = 0) -> None:
-        """Add the keys, uint8 ``(n, 16)``, of segments, by segment number, from row `first` on.
-
-        Adding many keys at once is far faster than adding a few many times.
-        """
-        words: Words = np.concatenate(list(keys.values())).view("<u8")
-        rows = [number << 32 | np.arange(first, first + len(some)) for number, some in keys.items()]
-        locations = np.concatenate(rows)
-        low = np.sort(words[:, 0]) if len(words) > 1 else words[:, 0]
-        if (low[1:] == low[:-1]).any():  # some may be equal
-            distinct = np.unique(words, axis=0, return_index=True)[1]
-            self.has_copies |= len(distinct) < len(words)
-            words, locations = words[distinct], locations[distinct]
-        ordinals = self._index.find(words)
-        if (ordinals >= 0).any():
-            known = np.flatnonzero(ordinals >= 0)
-            gone = known[self._locations[ordinals[known]] < 0]
-            self._locations[ordinals[gone]] = locations[gone]
-            self.gone -= len(gone)
-            self.has_copies |= len(gone) < len(known)
-            words, locations = words[ordinals < 0], locations[ordinals < 0]
-        count = len(self._index)
-        if count + len(words) > len(self._locations):
-            size = max(count + len(words), int(len(self._locations) * _GROWTH))
-            self._locations = np.concatenate([self._locations[:count], np.empty(size - count, np.int64)])
-            table = np.empty((size, 2), np.uint64)
-            table[:count] = self._index.keys[:count]
-            self._index.keys = table
-        self._index.add(words)
-        self._locations[count : count + len(words)] = locations
-
-    def remove(self, numbers: Collection[int]) -> int:
-        """Forget segments; returns how many keys were in them."""
-        locations = self._locations[: len(self._index)]
-        ordinals = np.flatnonzero(np.isin(locations >> 32, list(numbers)))
-        locations[ordinals] = _NOWHERE
-        self.gone += len(ordinals)
-        return len(ordinals)
-
-    def lose(self, locations: Array) -> None:
-        """Forget the keys of some rows, given by their locations."""
-        ordinals = np.flatnonzero(np.isin(self._locations[: len(self._index)], locations))
-        self._locations[ordinals] = _NOWHERE
-        self.gone += len(ordinals)
 
 
 class NamespaceIndex:
@@ -155,7 +87,7 @@ class NamespaceIndex:
         self.segments: dict[int, AnySegment] = {}
         self.names: set[str] = set()
         self.unopened: dict[str, Exception] = {}
-        self.table = Table()
+        self.table = KeyLocations()
         self._directory = directory
         self._path = directory.folder(namespace)
         self._descriptors = descriptors
@@ -163,7 +95,7 @@ class NamespaceIndex:
         self._limit = limit
         self._on_fault = on_fault
         self._fingerprint = os.path.join(self._path, FINGERPRINT)
-        self._is_wanted = True
+        self.is_wanted = True
         self._tried = -_HOLD_EVERY
         self._looked = -_LOOK_EVERY
         self._changed = -1
@@ -198,7 +130,7 @@ class NamespaceIndex:
         Does not wait for a process that is deleting, as it may wait for us. A process can hold a limited
         number of namespaces; with `is_used`, this one may displace another.
         """
-        self._is_wanted = True
+        self.is_wanted = True
         self._tried = time.monotonic()
         if self.held() is None and (is_used or self._descriptors.may_hold(self._fingerprint)):
             with contextlib.suppress(OSError):
@@ -219,13 +151,13 @@ class NamespaceIndex:
     def keep_hold(self) -> None:
         """Call `hold` again after `let_go`, or if it failed because a process was deleting."""
         is_held = self._descriptors.held(self._fingerprint) is not None
-        if not self._is_wanted or (not is_held and time.monotonic() - self._tried > _HOLD_EVERY):
+        if not self.is_wanted or (not is_held and time.monotonic() - self._tried > _HOLD_EVERY):
             self.hold()
 
     def let_go(self) -> None:
         """No longer mark the namespace as in use."""
         self._descriptors.let_go(self._fingerprint)
-        self._is_wanted = False
+        self.is_wanted = False
 
     # Looking keys up.
 
@@ -355,7 +287,7 @@ class NamespaceIndex:
         for run in self._runs:
             run.close()
         waiting = [one for one in self.segments.values() if isinstance(one, Pending)]
-        self.segments, self.table = {one.number: one for one in waiting}, Table()
+        self.segments, self.table = {one.number: one for one in waiting}, KeyLocations()
         self._runs, self._targets, self._in_runs, self._numbers = [], [], {}, {}
         self._seen_runs = frozenset()
         for pending in waiting:
@@ -479,3 +411,155 @@ class NamespaceIndex:
         self.remove([number for number, segment in self.segments.items() if isinstance(segment, Pending)])
         self.names.clear()
         self._changed = -1
+
+
+class TierIndex:
+    """Where rows are, by namespace, and the writer of unsealed rows.
+
+    The `directory` includes segments of a bucket. A row may have up to `limit` bytes. `in_use()` returns the
+    namespaces that something alive in this process uses; None: all. The `lock` protects all of this.
+    `numbers` yields numbers for new segments. `begin` makes the `writer`. When `drops()` changes, forget
+    everything.
+    """
+
+    def __init__(
+        self,
+        directory: CacheDirectory,
+        health: Health,
+        limit: int,
+        in_use: Callable[[], Collection[bytes]] | None,
+        make_writer: Callable[[], Writer],
+        drops: Callable[[], int] = int,
+    ) -> None:
+        self.lock = ProcessLock(threading.RLock)
+        self.namespaces: dict[bytes, NamespaceIndex] = {}
+        self.descriptors = Descriptors(directory.fs)
+        self.writer: Writer | None = None
+        self.closed = False
+        self.directory = directory
+        self._health = health
+        self.limit = limit
+        self._in_use = in_use
+        self._make_writer = make_writer
+        self._drops = drops
+        self._dropped = drops()
+        self.numbers = itertools.count()
+
+    def begin(self) -> None:
+        """Make a writer if this process has none, as after a fork; with the lock held."""
+        torn = self.lock.was_torn()
+        if self.writer is None or self.writer.pid != os.getpid():
+            if torn:
+                # Another thread of the parent was changing the tables when it forked.
+                self.namespaces = {}
+                self.descriptors = Descriptors(self.directory.fs)
+            elif self.writer is not None:
+                for index in self.namespaces.values():
+                    index.forget_pending()  # the parent will write them
+            self.writer = self._make_writer()
+        if self._dropped != (drops := self._drops()):
+            self._dropped = drops
+            for namespace in list(self.namespaces):
+                self.start_anew(namespace)
+                with contextlib.suppress(OSError):  # another process is about to delete the files there now
+                    files = self.directory.contents(namespace.hex()).segments
+                    self.ignore(namespace, {file.name for file in files})
+
+    def namespace(self, namespace: bytes) -> NamespaceIndex:
+        """The index of a namespace, which this process uses from now on; call with the lock."""
+        index = self.namespaces.get(namespace)
+        if index is None:
+            index = self.new(namespace)
+            index.look()
+        index.keep_hold()
+        return index
+
+    def new(self, namespace: bytes) -> NamespaceIndex:
+        """Make the index of a namespace, still without rows; call with the lock."""
+        index = self.namespaces[namespace] = NamespaceIndex(
+            namespace, self.directory, self.descriptors, self.numbers, self.limit, self._health.fault
+        )
+        return index
+
+    def ignore(self, namespace: bytes, names: Collection[str]) -> None:
+        """Never open files of these names; with the lock held."""
+        index = self.namespaces.get(namespace)  # it may have no rows, but names already
+        if index is None:
+            index = self.new(namespace)
+        index.names.update(names)
+
+    def remove(self, namespace: bytes, numbers: Collection[int], damaged: Collection[int] = ()) -> int:
+        """Forget segments; returns how many rows they had. Other segments may have the same rows."""
+        return self._change(namespace, lambda index: index.remove(numbers, damaged))
+
+    def remove_files(self, namespace: bytes, names: Collection[str]) -> int:
+        """Forget the segments with these file names; returns how many rows they had."""
+        return self._change(namespace, lambda index: index.remove_files(names))
+
+    def _change(self, namespace: bytes, change: Callable[[NamespaceIndex], int]) -> int:
+        with self.lock():
+            index = self.namespaces.get(namespace)
+            if index is None:
+                return 0
+            try:
+                return change(index)
+            except BaseException:
+                self.start_anew(namespace)
+                raise
+
+    def start_anew(self, namespace: bytes) -> None:
+        """Forget the index and the unsealed rows of a namespace; call with the lock.
+
+        Sealed rows are found again. Needed after an interrupt, when tables may be half changed.
+        """
+        index = self.namespaces.pop(namespace, None)  # first, so that no thread finds dropped rows
+        if index is not None:
+            index.let_go()
+        dropped = self.writer.drop(namespace) if self.writer is not None else []
+        if names := {pending.name for pending in dropped if pending.name}:
+            # The writer may still be writing these: it deletes the files once it sees the drop.
+            self.new(namespace).names = names
+
+    def unopened(self, namespace: bytes) -> list[Exception]:
+        """Why segments of a namespace could not be opened."""
+        with self.lock():
+            index = self.namespaces.get(namespace)
+            return [] if index is None else list(index.unopened.values())
+
+    def let_go(self) -> Collection[bytes] | None:
+        """Release namespaces that nothing alive uses; returns those in use, if known.
+
+        Call without the lock: `in_use` may wait for a lock whose owner waits for ours.
+        """
+        if self._in_use is None:
+            return None
+        in_use = self._in_use()
+        with self.lock():
+            self.begin()
+            for namespace, index in self.namespaces.items():
+                if namespace not in in_use and index.is_wanted:
+                    index.let_go()
+        return in_use
+
+    def hold_what_is_used(self) -> None:
+        """Hold exactly the namespaces that something alive uses; call without the lock."""
+        in_use = self.let_go()
+        with self.lock():
+            self.begin()
+            for namespace in self.namespaces if in_use is None else in_use:
+                if (index := self.namespaces.get(namespace)) is not None:
+                    index.hold(is_used=False)  # another process may have made its folder since
+
+    def held(self, namespace: bytes) -> Descriptor | None:
+        """The open file that marks a namespace as in use; None if there is none."""
+        self.let_go()
+        with self.lock():
+            index = self.namespaces.get(namespace)
+            return index.held() if index is not None else None
+
+    def hold(self, namespace: bytes) -> None:
+        """Mark a namespace as in use, if this process uses it."""
+        with self.lock():
+            index = self.namespaces.get(namespace)
+            if index is not None and index.is_wanted:
+                index.hold()

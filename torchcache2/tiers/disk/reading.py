@@ -6,7 +6,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,8 +16,7 @@ from torchcache2.files.errors import AwayError, DamagedError, NewerFormatError
 from torchcache2.files.segment import Columns, Segment, empty_columns, rows_of
 from torchcache2.tiers.bucket.source import BucketSource
 from torchcache2.tiers.disk.health import Health
-from torchcache2.tiers.disk.index import AnySegment, NamespaceIndex, RowLocations
-from torchcache2.tiers.disk.known import Known
+from torchcache2.tiers.disk.index import AnySegment, NamespaceIndex, RowLocations, TierIndex
 
 _TOUCHED_EVERY = 60.0  # seconds
 _ASKED_BESIDE = 8 << 20  # from so many bytes on, ask in a thread
@@ -27,9 +25,9 @@ _ASKED_BESIDE = 8 << 20  # from so many bytes on, ask in a thread
 class Reader:
     """Finds and reads rows of one tier."""
 
-    def __init__(self, known: Known, health: Health, bucket: BucketSource | None) -> None:
-        self._known = known
-        self._fs = known.directory.fs
+    def __init__(self, index: TierIndex, health: Health, bucket: BucketSource | None) -> None:
+        self._index = index
+        self._fs = index.directory.fs
         self._health = health
         self._bucket = bucket
         self._touched: dict[str, float] = {}  # when each path was touched last
@@ -37,7 +35,7 @@ class Reader:
     def find(self, keys: Keys) -> Parts:
         """The rows of those keys that are here, by schema, with their positions in the batch."""
         self._begin(keys)
-        with self._known.lock():
+        with self._index.lock():
             index, where = self._where(keys)
             positions = np.flatnonzero(where.numbers >= 0)
             if index is None or len(positions) == 0:
@@ -68,14 +66,14 @@ class Reader:
             if isinstance(error, AwayError):
                 continue
             if not isinstance(segment, Segment):  # unsealed rows have no file to set aside
-                self._health.fault(OSError(str(error)), self._known.directory.path)
+                self._health.fault(OSError(str(error)), self._index.directory.path)
             elif isinstance(error, DamagedError) and self._stays(segment):
                 which = np.flatnonzero(where.numbers == number)
                 some, bad = self._read_again(segment, number, where.at(which), positions[which])
                 parts = merged([*parts, *some])
                 if bad:
                     self._health.damaged(segment.path, error, len(bad))
-                    with self._known.lock():
+                    with self._index.lock():
                         index.lose(number, bad)
                 continue
             elif not isinstance(error, FileNotFoundError):  # a file that is gone was deleted to make room
@@ -84,7 +82,7 @@ class Reader:
                 damaged.append(number)
             if not isinstance(error, MemoryError):
                 gone.append(number)
-        self._known.remove(namespace, gone, damaged)
+        self._index.remove(namespace, gone, damaged)
         return parts
 
     def _stays(self, segment: Segment) -> bool:
@@ -99,7 +97,7 @@ class Reader:
         Fetches a segment of a bucket once more: only the local copy may be damaged.
         """
         self._fs.doubt(segment.path)
-        self._known.descriptors.forget(segment.path)
+        self._index.descriptors.forget(segment.path)
         parts, bad = Parts(), set[int]()
         if self._fs.is_remote:
             segment.read_ahead(where.rows)
@@ -115,18 +113,18 @@ class Reader:
     def has(self, keys: Keys) -> Flags:
         """Whether each key has a row here now."""
         self._begin(keys)
-        with self._known.lock():
+        with self._index.lock():
             return self._where(keys)[1].numbers >= 0
 
     def _begin(self, keys: Keys) -> None:
         """Prepare a look-up, without the lock: release unused namespaces, and ask the bucket."""
-        if keys.namespace not in self._known.located:
-            self._known.let_go()  # else a process that only reads would hold every namespace it ever used
-        if self._bucket is None or not self._health.reads or self._known.closed or len(keys) == 0:
+        if keys.namespace not in self._index.namespaces:
+            self._index.let_go()  # else a process that only reads would hold every namespace it ever used
+        if self._bucket is None or not self._health.reads or self._index.closed or len(keys) == 0:
             return
 
         def has_all() -> bool:
-            with self._known.lock():
+            with self._index.lock():
                 return bool((self._where(keys)[1].numbers >= 0).all())
 
         try:
@@ -135,21 +133,21 @@ class Reader:
             self._health.fault(error, self._bucket.objects.bucket.url)
             return
         if has_changed:
-            with self._known.lock():
-                if (index := self._known.located.get(keys.namespace)) is not None:
+            with self._index.lock():
+                if (index := self._index.namespaces.get(keys.namespace)) is not None:
                     index.look_again()
 
     def _where(self, keys: Keys) -> tuple[NamespaceIndex | None, RowLocations]:
         """The index of the namespace, or None, and where each key is; with the lock held."""
-        self._known.begin()
-        if not self._known.closed and self._health.reads:
+        self._index.begin()
+        if not self._index.closed and self._health.reads:
             try:
-                index = self._known.namespace(keys.namespace)
+                index = self._index.namespace(keys.namespace)
                 where = index.find(keys.words)
                 if (where.numbers < 0).any() and index.look():
                     where = index.find(keys.words)
             except BaseException:
-                self._known.start_anew(keys.namespace)
+                self._index.start_anew(keys.namespace)
                 raise
             if self._health.reads:  # looking may have shown files of a newer format
                 return index, where
@@ -166,13 +164,7 @@ class Reader:
                     self._fs.touch(segment.path)
 
 
-class _Job(NamedTuple):
-    """Rows of one segment and schema."""
-
-    number: int
-    rows: Array
-    positions: Positions
-    checksums: Array
+_Job = tuple[int, RowLocations, Positions]  # rows of one schema in one segment, and their positions
 
 
 def read_rows(
@@ -193,8 +185,7 @@ def read_rows(
         ahead[number] = rows = where.rows[which]
         for schema, some in segment.schemas(rows):
             chosen = which[some]
-            job = _Job(number, rows[some], positions[chosen], where.checksums[chosen])
-            jobs.setdefault(schema, []).append(job)
+            jobs.setdefault(schema, []).append((number, where.at(chosen), positions[chosen]))
             size += schema.row_bytes * len(chosen)
     failed: dict[int, Exception] = {}
     with _Ahead(segments, ahead, size) as asks:
@@ -249,21 +240,21 @@ def _read(
     waited: Callable[[], object],
 ) -> tuple[Positions, Rows] | None:
     """Rows of one schema, by position; adds the errors of unreadable segments to `failed`."""
-    wanted = np.sort(np.concatenate([job.positions for job in jobs]))
+    wanted = np.sort(np.concatenate([places for _, _, places in jobs]))
     try:
         columns: Columns = empty_columns(schema, len(wanted))
     except MemoryError as error:
-        failed.update((job.number, error.with_traceback(None)) for job in jobs)
+        failed.update((number, error.with_traceback(None)) for number, _, _ in jobs)
         return None
     good = np.ones(len(wanted), bool)
-    for job in jobs:
-        targets = np.searchsorted(wanted, job.positions)
+    for number, at, places in jobs:
+        targets = np.searchsorted(wanted, places)
         try:
-            if not segments[job.number].read(job.rows, columns, targets, waited, job.checksums):
+            if not segments[number].read(at.rows, columns, targets, waited, at.checksums):
                 raise DamagedError("a row differs from its checksum")
         except (OSError, DamagedError, MemoryError) as error:
             good[targets] = False
-            failed[job.number] = error.with_traceback(None)  # its frames would keep the file open
+            failed[number] = error.with_traceback(None)  # its frames would keep the file open
     result = rows_of(schema, columns, len(wanted))
     if good.all():
         return wanted, result

@@ -1,6 +1,5 @@
 """`Sealing`: queues rows that were put, and writes them as segments of a cache directory.
 
-`AwaitedUploads` waits until the bucket has more of a folder, so that local copies may be deleted.
 `delete_files` deletes the segments of a dropped namespace.
 """
 
@@ -22,83 +21,27 @@ from torchcache2.core.settings import Policy
 from torchcache2.core.version import __version__
 from torchcache2.files.codec import Codec
 from torchcache2.files.directory import MIRROR, CacheDirectory
-from torchcache2.files.filesystem import Descriptor, StrangeFileError, is_read_only, ulid
+from torchcache2.files.filesystem import StrangeFileError, is_read_only, ulid
 from torchcache2.files.layout import HEAD, SEGMENT
 from torchcache2.files.removal import Allowance, Removal, room_after, used_bytes
+from torchcache2.files.run import is_due, write_runs
 from torchcache2.files.segment import Encoded, Segment, encode, write
 from torchcache2.tiers.bucket.source import BucketSource
 from torchcache2.tiers.disk.health import Health
-from torchcache2.tiers.disk.index import NamespaceIndex
-from torchcache2.tiers.disk.known import Known
-from torchcache2.tiers.disk.merging import is_due, write_runs
-from torchcache2.tiers.serialisable import Serialisable
-from torchcache2.tiers.unwritten import OwnRows, Pending, Slabs
+from torchcache2.tiers.disk.index import NamespaceIndex, TierIndex
+from torchcache2.tiers.unwritten import OwnRows, Pending, Serialisable, Slabs
 from torchcache2.tiers.writer import Writer
 
-
-class AwaitedUploads:
-    """The segments of a folder that the bucket lacked when this was made.
-
-    Attributes
-    ----------
-    patience : float
-        Seconds to wait for one of them.
-    silence : float
-        Seconds without a touch of the mirror's file after which no process counts as uploading.
-    pause : float
-        Seconds between polls.
-    """
-
-    patience, silence, pause = 120.0, 10.0, 0.05
-
-    def __init__(self, directory: CacheDirectory) -> None:
-        self._directory = directory
-        self._lacking = self._look()
-        self._had_all = False
-
-    def one_more(self) -> bool:
-        """Wait until the bucket has one more of them, or all; False if no process uploads any more."""
-        begun = heard = time.monotonic()
-        beat = self._beat()
-        while True:
-            before = time.monotonic()
-            lacking = self._look()
-            gone, self._lacking = self._lacking - lacking, lacking
-            # Segments written after `_look` may be uploaded already: so when the bucket has all, the caller
-            # may try to make room once more, but only once.
-            had_all, self._had_all = self._had_all, not lacking
-            if gone or not lacking:
-                return bool(gone) or not had_all
-            now = time.monotonic()
-            if beat != (beat := self._beat()):
-                heard = now
-            if now - heard > self.silence or now - begun > self.patience:
-                return False
-            time.sleep(max(self.pause, 5 * (now - before)))  # a look at many files takes long
-
-    def _look(self) -> set[tuple[str, str]]:
-        """Namespaces and names of the segments that have no head."""
-        lacking: set[tuple[str, str]] = set()
-        for contents in self._directory.scan():
-            heads = {info.name for info in contents.heads}
-            some = [info.name for info in contents.segments if info.name + HEAD not in heads]
-            lacking.update((contents.namespace, name) for name in some)
-        return lacking
-
-    def _beat(self) -> int:
-        """When the mirror last signalled that it uploads."""
-        try:
-            return self._directory.fs.changed(os.path.join(self._directory.path, MIRROR))
-        except OSError:
-            return 0
+# Seconds to wait for room: for one segment to be uploaded, for a touch of the mirror's file, between polls.
+PATIENCE, SILENCE, PAUSE = 120.0, 10.0, 0.05
 
 
-def delete_files(known: Known, health: Health, namespace: bytes) -> None:
+def delete_files(index: TierIndex, health: Health, namespace: bytes) -> None:
     """Delete the segments of a namespace, and close them; without the lock.
 
     Files that cannot be deleted, such as another user's, are never opened again.
     """
-    directory = known.directory
+    directory = index.directory
     folder = directory.folder(namespace)
     try:
         contents = directory.contents(namespace.hex())
@@ -109,13 +52,13 @@ def delete_files(known: Known, health: Health, namespace: bytes) -> None:
                 removal.files(contents)
         finally:
             for name in names:
-                known.descriptors.forget(os.path.join(folder, name))
-            known.remove_files(namespace, names)  # another thread may have opened them since
+                index.descriptors.forget(os.path.join(folder, name))
+            index.remove_files(namespace, names)  # another thread may have opened them since
         if removal.error is not None:
             health.fault(removal.error, folder)
         if contents.segments:
-            with known.lock():
-                known.ignore(namespace, [info.name for info in contents.segments])
+            with index.lock():
+                index.ignore(namespace, [info.name for info in contents.segments])
     except OSError as error:
         health.fault(error, folder)
 
@@ -140,7 +83,7 @@ class Sealing:
     def __init__(
         self,
         directory: CacheDirectory,
-        known: Known,
+        index: TierIndex,
         health: Health,
         codec: Codec,
         budget: int,
@@ -155,7 +98,7 @@ class Sealing:
         self.is_last = False
         self._directory = directory
         self._fs = directory.fs
-        self._known = known
+        self._index = index
         self._health = health
         self._codec = codec
         self._budget = budget
@@ -170,7 +113,7 @@ class Sealing:
 
     def takes(self, namespace: bytes, schema: Schema) -> bool:
         """Whether rows of a namespace and schema can be written at all."""
-        may_write = self._health.may_write(namespace) and not self._known.closed
+        may_write = self._health.may_write(namespace) and not self._index.closed
         if not may_write or schema.row_bytes > self._budget:
             return False
         return self._serialisable(schema)
@@ -178,24 +121,24 @@ class Sealing:
     def keep(self, keys: Keys, rows: Rows) -> int:
         """Queue the rows that are not here yet; returns how many these are."""
         own = OwnRows(rows, self._slabs, is_added=True)
-        with self._known.lock():
-            self._known.begin()
-            if self._known.closed or self._known.writer is None:
+        with self._index.lock():
+            self._index.begin()
+            if self._index.closed or self._index.writer is None:
                 return 0
             try:
-                located = self._known.namespace(keys.namespace)
+                index = self._index.namespace(keys.namespace)
                 if not self._health.writes:  # the look found files of a newer format
                     return 0
-                absent = np.flatnonzero(located.find(keys.words).numbers < 0)
+                absent = np.flatnonzero(index.find(keys.words).numbers < 0)
                 if len(absent) < len(keys):
                     keys, own = keys.take(absent), own.take(absent)
-                self._queue_rows(self._known.writer, located, keys, own)
+                self._queue_rows(self._index.writer, index, keys, own)
             except BaseException:
-                self._known.start_anew(keys.namespace)
+                self._index.start_anew(keys.namespace)
                 raise
         return len(keys)
 
-    def _queue_rows(self, writer: Writer, located: NamespaceIndex, keys: Keys, own: OwnRows) -> None:
+    def _queue_rows(self, writer: Writer, index: NamespaceIndex, keys: Keys, own: OwnRows) -> None:
         """Add rows to open segments, in pieces, so that no segment gets much larger than the target."""
         family = own.schema.family
         step = max(1, writer.pace.target // max(1, own.schema.row_bytes))
@@ -204,9 +147,9 @@ class Sealing:
             if step < len(keys):
                 some = keys.take(np.arange(start, min(len(keys), start + step)))
                 piece = own.part(start, start + len(some))
-            pending = writer.open(keys.namespace, family, self._known.numbers)
+            pending = writer.open(keys.namespace, family, self._index.numbers)
             before = pending.nbytes
-            located.add(some.data, pending, pending.add(some, piece))
+            index.add(some.data, pending, pending.add(some, piece))
             writer.added(pending, family, pending.nbytes - before)
 
     def write(self, pending: Pending) -> bool:
@@ -222,32 +165,32 @@ class Sealing:
             return False
         try:
             encoded = encode(pending.rows(), self._codec, library=__version__)
-            with self._known.lock():
-                self._known.begin()
-                located = self._known.located.get(pending.namespace)
-                if located is None or pending.dropped or not self._health.writes:
+            with self._index.lock():
+                self._index.begin()
+                index = self._index.namespaces.get(pending.namespace)
+                if index is None or pending.dropped or not self._health.writes:
                     self.forget(pending)
                     return False
-                located.names.add(name)
+                index.names.add(name)
                 pending.name = name
             if not self._sealed(pending.namespace, name, encoded):
                 self.forget(pending)
                 return False
             path = os.path.join(folder, name)
-            segment = Segment.written(self._known.directory.fs, self._known.descriptors, path, encoded)
+            segment = Segment.written(self._index.directory.fs, self._index.descriptors, path, encoded)
             segment.keys = None
-            with self._known.lock():
-                self._known.begin()
+            with self._index.lock():
+                self._index.begin()
                 self._health.worked(pending.namespace)
-                is_known = self._known.closed or self._known.located.get(pending.namespace) is located
+                is_known = self._index.closed or self._index.namespaces.get(pending.namespace) is index
                 if pending.dropped or not is_known:
                     with contextlib.suppress(FileNotFoundError):
                         self._fs.remove(path)
                 else:
-                    located.sealed(pending.number, segment)
+                    index.sealed(pending.number, segment)
             if self._bucket is not None:
                 self._bucket.wake()
-            self._write_runs(located)
+            self._write_runs(index)
             return True
         except Exception as error:
             self._health.write_fault(error, folder, pending.namespace)
@@ -258,56 +201,52 @@ class Sealing:
                 self.forget(pending)
             return False
 
-    def _write_runs(self, located: NamespaceIndex) -> None:
+    def _write_runs(self, index: NamespaceIndex) -> None:
         """Write runs if many rows are in none, unless the process is about to end."""
-        if self.is_last or not is_due(*located.beside_runs):
+        if self.is_last or not is_due(*index.beside_runs):
             return
         try:
             if not write_runs(
-                self._known.directory, located.namespace, self._known.limit, self._has_room_for_run
+                self._index.directory, index.namespace, self._index.limit, self._has_room_for_run
             ):
                 return
-            with self._known.lock():
-                if self._known.located.get(located.namespace) is located:  # it forgets what the runs have
-                    located.look_again()
-                    located.look()
+            with self._index.lock():
+                if self._index.namespaces.get(index.namespace) is index:  # it forgets what the runs have
+                    index.look_again()
+                    index.look()
         except FileNotFoundError:
             pass  # the folder was deleted
         except OSError as error:
-            self._health.fault(error, self._directory.folder(located.namespace))
+            self._health.fault(error, self._directory.folder(index.namespace))
 
     def _has_room_for_run(self, size: int) -> bool:
         """Whether a run fits into the budget; under ``lru``, a small one may evict segments."""
         if self._policy != "lru" or self._bucket is not None or size > self._budget // 8:
             return used_bytes(self._directory.scan()) + size <= self._budget
-        self._known.hold_what_is_used()
+        self._index.hold_what_is_used()
         with contextlib.suppress(PermissionError), self._one_at_a_time():
             return self._room_after(size) >= 0
         return False
 
     def _waits_on(self, pending: Pending) -> bool:
         """Queue rows again until the pause is over; False if there is no room for them."""
-        writer = self._known.writer
+        writer = self._index.writer
         return writer is not None and writer.again(pending, self._health.pause_of(pending.namespace))
 
     def _sealed(self, namespace: bytes, name: str, encoded: Encoded) -> bool:
         """Write a segment; False if there is no room for it."""
         described = self._description(namespace) if self._description is not None else {}
-        extra = 0
-
-        def enter() -> Descriptor | None:
-            nonlocal extra
-            made = self._directory.enter(namespace, described)
-            with contextlib.suppress(OSError):
-                extra = self._fs.size(made) if made is not None else 0  # `enter` may have written it just now
-            return made
-
         for is_last in (False, True):
             if self._temporary and not self._fs.exists(self._directory.path):
                 return False  # its run has ended, so no process would delete it again
             # `held` keeps other processes from deleting the namespace until the segment is written: the cache
             # that put the rows may be closed by now.
-            held = self._known.held(namespace, enter)
+            held, extra = self._index.held(namespace), 0
+            if held is None:
+                held = self._directory.enter(namespace, described)
+                with contextlib.suppress(OSError):
+                    extra = self._fs.size(held) if held is not None else 0  # written just now?
+                self._index.hold(namespace)
             try:
                 with self._one_at_a_time():  # else two threads could use the same room
                     if not self._has_room(encoded.nbytes, extra):
@@ -323,7 +262,7 @@ class Sealing:
 
     def forget(self, pending: Pending) -> None:
         """Forget rows that will not be written."""
-        self._known.remove(pending.namespace, [pending.number])
+        self._index.remove(pending.namespace, [pending.number])
 
     def _has_room(self, size: int, extra: int) -> bool:
         """Whether a segment fits into the budget, beside `extra` bytes written just now."""
@@ -331,7 +270,7 @@ class Sealing:
             return False
         if self._allowance.take(size + extra):
             return True
-        self._known.hold_what_is_used()
+        self._index.hold_what_is_used()
         room = -1
         try:
             room = self._room_after(size)
@@ -344,19 +283,51 @@ class Sealing:
         return True
 
     def _room_after(self, size: int) -> int:
-        """The bytes left after writing a segment; negative if it does not fit."""
-        awaited = AwaitedUploads(self._directory) if self._bucket is not None else None
-        while True:
-            room = room_after(
-                self._directory,
-                size,
-                self._budget,
-                lru=self._policy == "lru",
-                mirrored=self._bucket is not None,
-                removed=self._removed,
-            )
-            if room >= 0 or awaited is None or not awaited.one_more():
-                return room
+        """The bytes left after writing a segment; negative if it does not fit.
+
+        In front of a bucket, waits while segments that may then be deleted are uploaded.
+        """
+        room, lacking = self._room_now(size), None
+        begun = heard = time.monotonic()
+        beat = self._beat()
+        while room < 0 and self._bucket is not None and lacking != set():
+            now = time.monotonic()
+            before, lacking = lacking, self._lacking()
+            if before is None or before - lacking:
+                begun, room = now, self._room_now(size)
+                continue
+            if beat != (beat := self._beat()):
+                heard = now
+            if now - heard > SILENCE or now - begun > PATIENCE:
+                break
+            time.sleep(max(PAUSE, 5 * (time.monotonic() - now)))  # a look at many files takes long
+        return room
+
+    def _room_now(self, size: int) -> int:
+        return room_after(
+            self._directory,
+            size,
+            self._budget,
+            lru=self._policy == "lru",
+            mirrored=self._bucket is not None,
+            removed=self._removed,
+        )
 
     def _removed(self, namespace: str, names: list[str]) -> None:
-        self.evictions += self._known.remove_files(bytes.fromhex(namespace), names)
+        self.evictions += self._index.remove_files(bytes.fromhex(namespace), names)
+
+    def _lacking(self) -> set[tuple[str, str]]:
+        """Namespaces and names of the segments that have no head: the bucket lacks them."""
+        lacking: set[tuple[str, str]] = set()
+        for contents in self._directory.scan():
+            heads = {info.name for info in contents.heads}
+            some = [info.name for info in contents.segments if info.name + HEAD not in heads]
+            lacking.update((contents.namespace, name) for name in some)
+        return lacking
+
+    def _beat(self) -> int:
+        """When the mirror last signalled that it uploads."""
+        try:
+            return self._fs.changed(os.path.join(self._directory.path, MIRROR))
+        except OSError:
+            return 0

@@ -29,7 +29,7 @@ from torchcache2.files.removal import remove_leftovers, used_bytes
 from torchcache2.tiers.base import Found, Signals, Tier, TierStats
 from torchcache2.tiers.bucket.source import BucketSource
 from torchcache2.tiers.disk.health import Health
-from torchcache2.tiers.disk.known import Known
+from torchcache2.tiers.disk.index import TierIndex
 from torchcache2.tiers.disk.reading import Reader
 from torchcache2.tiers.disk.sealing import Sealing, delete_files
 from torchcache2.tiers.writer import Pace, Writer
@@ -112,9 +112,9 @@ class DiskTier(Tier):
         self.bucket = bucket
         if bucket is None:
             self.directory = CacheDirectory(os.fspath(path), fs if fs is not None else FileSystem())
-            known, limit = self.directory, max(budget, 1)
+            folder, limit = self.directory, max(budget, 1)
         else:
-            self.directory, known, limit = bucket.local, bucket.directory, bucket.limit
+            self.directory, folder, limit = bucket.local, bucket.directory, bucket.limit
         self._queue = queue
         self._target = max(1, min(_SEGMENT_BYTES, budget // 8, queue // 4))
         self._delay = delay
@@ -124,11 +124,11 @@ class DiskTier(Tier):
         self._signals = Signals() if signals is None else signals
         drops = self._signals.drops
         self._health = Health(self.directory, self._signals.tell, serves_only=not writes)
-        self._known = Known(known, self._health, limit, in_use, self._make_writer, drops)
-        self._lock = self._known.lock
+        self._index = TierIndex(folder, self._health, limit, in_use, self._make_writer, drops)
+        self._lock = self._index.lock
         self._sealing = Sealing(
             self.directory,
-            self._known,
+            self._index,
             self._health,
             codecs.codec(codec, quality),
             budget,
@@ -138,7 +138,7 @@ class DiskTier(Tier):
             temporary=temporary,
             bucket=bucket,
         )
-        self._reader = Reader(self._known, self._health, bucket)
+        self._reader = Reader(self._index, self._health, bucket)
         self._open_directory()
 
     @property
@@ -174,9 +174,9 @@ class DiskTier(Tier):
     def look_again(self, namespace: bytes) -> None:
         """Have the next call look for segments of other processes."""
         with self._lock():
-            located = self._known.located.get(namespace)
-            if located is not None:
-                located.look_again()
+            index = self._index.namespaces.get(namespace)
+            if index is not None:
+                index.look_again()
 
     @with_ordinary_tensors
     def put(self, keys: Keys, rows: Rows) -> int:
@@ -188,8 +188,8 @@ class DiskTier(Tier):
         except Exception as error:
             self._health.fault(error, self.path)
             return 0
-        if kept and self._known.writer is not None:
-            self._known.writer.wait_for_room()
+        if kept and self._index.writer is not None:
+            self._index.writer.wait_for_room()
         return kept
 
     def drop(self, namespace: bytes) -> None:
@@ -198,15 +198,15 @@ class DiskTier(Tier):
             self.later(self.drop, namespace)  # the garbage collector called in the middle of an update
             return
         with self._lock():
-            self._known.begin()
-            self._known.start_anew(namespace)
-        delete_files(self._known, self._health, namespace)
+            self._index.begin()
+            self._index.start_anew(namespace)
+        delete_files(self._index, self._health, namespace)
         if self.bucket is not None:
             self.bucket.drop(namespace)
 
     def describe(self, namespace: bytes, description: Mapping[str, Any], *, create: bool) -> None:
         """Update ``fingerprint.json``; if there is none yet, only with `create`."""
-        if not self._health.may_write(namespace) or self._known.closed:
+        if not self._health.may_write(namespace) or self._index.closed:
             return
         try:
             if not self.directory.describe(namespace, description, create=create):
@@ -215,9 +215,9 @@ class DiskTier(Tier):
             self._health.write_fault(error, self.directory.folder(namespace), namespace)
             return
         with self._lock():
-            located = self._known.located.get(namespace)
-            if located is not None:
-                located.hold()  # the locked file has been replaced
+            index = self._index.namespaces.get(namespace)
+            if index is not None:
+                index.hold()  # the locked file has been replaced
         with contextlib.suppress(OSError):
             remove_leftovers(self.directory, namespace.hex())  # the old file, unless another process holds it
 
@@ -226,8 +226,8 @@ class DiskTier(Tier):
         if self.is_busy_here():
             return  # this thread would wait for itself; the writer writes soon
         with self._lock():
-            self._known.begin()
-            writer = self._known.writer
+            self._index.begin()
+            writer = self._index.writer
         if writer is not None:
             writer.flush()
         if self.bucket is not None:
@@ -235,7 +235,7 @@ class DiskTier(Tier):
 
     def close(self) -> None:
         """Flush, close every file, and end the thread. Afterwards the tier finds and keeps nothing."""
-        if self._known.closed:
+        if self._index.closed:
             return
         if self.is_busy_here():
             self.later(self.close)
@@ -245,20 +245,20 @@ class DiskTier(Tier):
             self._sealing.is_last = True
             self.flush()
         with self._lock():
-            self._known.begin()
-            self._known.closed = True
-            writer = self._known.writer
+            self._index.begin()
+            self._index.closed = True
+            writer = self._index.writer
             unwritten = [] if writer is None or is_going else [one for one in writer.all() if one.name]
             if writer is not None and is_going:
-                for namespace in list(self._known.located):
+                for namespace in list(self._index.namespaces):
                     writer.drop(namespace)
         if writer is not None:
             writer.end()
         if lost := self._sealing.lost + sum(map(len, unwritten)):
             self._health.tell("lost", "rows that could not be written to %s: %d", self.path, lost)
         with self._lock():
-            self._known.located.clear()
-            self._known.descriptors.clear()
+            self._index.namespaces.clear()
+            self._index.descriptors.clear()
         if self.bucket is not None:
             self.bucket.close()
         if self._on_closed is not None:
@@ -267,8 +267,8 @@ class DiskTier(Tier):
     def stats(self) -> TierStats:
         """Rows of the namespaces used so far, and bytes of the whole directory."""
         with self._lock():
-            self._known.begin()
-            rows = sum(map(len, self._known.located.values()))
+            self._index.begin()
+            rows = sum(map(len, self._index.namespaces.values()))
         try:
             size = used_bytes(self.directory.scan()) if self._health.reads else 0
         except OSError as error:
@@ -282,9 +282,9 @@ class DiskTier(Tier):
     def count(self, namespace: bytes) -> int:
         """How many rows of a namespace in use are here."""
         with self._lock():
-            self._known.begin()
-            located = self._known.located.get(namespace)
-            return 0 if located is None else len(located)
+            self._index.begin()
+            index = self._index.namespaces.get(namespace)
+            return 0 if index is None else len(index)
 
     def counts(self) -> dict[str, int]:
         """The fields of `CacheStats` about this tier."""
@@ -295,17 +295,17 @@ class DiskTier(Tier):
     def reasons(self, namespace: bytes) -> list[Exception]:
         """Errors of opening segments, the last failed system call, and the fault of the bucket."""
         causes = [] if self.cause is None else [self.cause]
-        return self._known.unopened(namespace) + self._health.last + causes
+        return self._index.unopened(namespace) + self._health.last + causes
 
     @property
     def index_bytes(self) -> int:
         """Bytes of memory of all indexes."""
         with self._lock():
-            return sum(located.nbytes for located in self._known.located.values())
+            return sum(index.nbytes for index in self._index.namespaces.values())
 
     def is_busy_here(self) -> bool:
         """Whether the garbage collector called us from this thread's own work in this tier."""
-        writes = self._known.writer is not None and self._known.writer.writes_here()
+        writes = self._index.writer is not None and self._index.writer.writes_here()
         uploads = self.bucket is not None and self.bucket.is_busy_here()
         return writes or uploads or holds(self._lock())
 

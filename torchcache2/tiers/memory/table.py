@@ -16,6 +16,7 @@ Not thread-safe: the tier holds a lock.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Collection, Iterator
 
 import numpy as np
@@ -231,11 +232,8 @@ class ArenaTable:
             self._is_full |= is_owned
             if evicts and self.policy == "lru" and self._evict(arena, count - arena.room):
                 continue
-            low, high = arena.room, count  # `low` rows fit, `high` rows do not
-            while high - low > 1:
-                middle = (low + high) // 2
-                low, high = (middle, high) if arena.cost(middle) <= free else (low, middle)
-            kept = low if arena.cost(low) <= free and self._grow(arena, low) else 0
+            kept = bisect.bisect(range(1, count), free, key=arena.cost)  # so many rows fit
+            kept = kept if self._grow(arena, kept) else 0
             if not is_owned:
                 self._too_little = self._left
             return kept

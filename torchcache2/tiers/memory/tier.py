@@ -179,12 +179,6 @@ class MemoryTier(Tier):
                 evictions=self._arenas.evictions,
             )
 
-    def counts(self) -> dict[str, int]:
-        """The tier's counts in `CacheStats`, which calls its evictions ``evictions``."""
-        counts = super().counts()
-        counts["evictions"] = counts.pop(f"{self.name}_evictions")
-        return counts
-
     def _start_anew(self, error: BaseException, verb: str) -> None:
         """Forget everything after a fault, since rows may be half moved; later look-ups miss."""
         self._forget_all()

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from torchcache2.core.keys import Flags, Keys, Positions
-from torchcache2.tiers.claims import Tally, TierClaim
+from torchcache2.tiers.base import Tally, TierClaim
 from torchcache2.tiers.redis.client import Clients, failed
 from torchcache2.tiers.redis.record import claim_names, row_names
 

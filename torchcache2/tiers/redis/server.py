@@ -34,10 +34,10 @@ from torchcache2.core.process import AtExit, has_peers, node_number, place, rank
 from torchcache2.core.settings import Policy
 from torchcache2.core.sizes import Size, free_memory, parse_size, size_text
 from torchcache2.files.filesystem import Descriptor, FileSystem
-from torchcache2.tiers.meeting import JOB, is_at, is_own, job_name, machine, own_folder
+from torchcache2.tiers.meeting import JOB, is_own, job_name, machine, own_folder
 from torchcache2.tiers.redis import watcher
 from torchcache2.tiers.redis.client import Node
-from torchcache2.tiers.shared.lock import LockTimeoutError, NodeLock
+from torchcache2.tiers.shared.job import LockTimeoutError, NodeLock
 from torchcache2.tiers.shared.region import start_time
 
 _EXIT_PRIORITY = 0
@@ -244,7 +244,7 @@ def find_or_start(name: bytes, host: str | None, capacity: Size, policy: Policy)
             lock = NodeLock(file)
             lock.patience = _PATIENCE
             with lock():
-                if is_at(file, path):  # else a watcher has just removed it
+                if FileSystem().same(file, path):  # else a watcher has just removed it
                     server = _running(guard, file, limits) or _started(folder, file, host, limits)
                     return Found(server, guard)
     except (OSError, LockTimeoutError) as error:
@@ -488,7 +488,9 @@ def _remove_if_dead(folder: str) -> None:
         file = _locked(path, exclusive=True)
         if file is None:
             os.rmdir(folder)  # if there is no file in it
-        elif is_at(file, path) and (not os.path.exists(guard) or _locked(guard, exclusive=True) is not None):
+        elif FileSystem().same(file, path) and (
+            not os.path.exists(guard) or _locked(guard, exclusive=True) is not None
+        ):
             watcher.remove(folder)
 
 

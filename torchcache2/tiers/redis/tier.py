@@ -26,13 +26,11 @@ from torchcache2.core.rows import Parts, Rows, Schema, merged
 from torchcache2.files.codec import codec as codec_of
 from torchcache2.files.errors import UnserialisableError
 from torchcache2.files.segment import empty_columns, rows_of
-from torchcache2.tiers.base import Found, Signals, Tier, TierStats
-from torchcache2.tiers.claims import TierClaim
+from torchcache2.tiers.base import Found, Signals, Tier, TierClaim, TierStats
 from torchcache2.tiers.redis.claims import RedisClaims
 from torchcache2.tiers.redis.client import Clients, Command, failed
 from torchcache2.tiers.redis.record import MOST_ROW_BYTES, Records, pattern, row_names, split
-from torchcache2.tiers.serialisable import Serialisable
-from torchcache2.tiers.unwritten import OwnRows, Pending, Slabs
+from torchcache2.tiers.unwritten import OwnRows, Pending, Serialisable, Slabs
 from torchcache2.tiers.writer import Pace, Writer
 
 _QUEUED = 64 << 20

@@ -6,48 +6,152 @@ dropping a file, giving a ticket back and a process removing itself are single w
 head the last writer wins.
 
 ==================  =====================================================================================
-head                magic, the job's name, and the words `LOCK` … `WARNED`, and those of `Budget`
+head                magic, the job's name, its lock, and the words of `Board`
 members             the processes: pid, start time
 files               one for each namespace: state, inode, bytes, rows, flags, the namespace, ranks
 holders             which process has which file open: file + 1, member, descriptor
 tickets             the numbers under which claims are held; see `Tickets`
 ==================  =====================================================================================
+
+Replicas (copies of rows that other ranks own) have files of their own. When other rows need room, all these
+files are dropped at once, and later replicas leave a quarter of that room free. As they take a quarter less
+each time, this happens a bounded number of times. A memory that other rows fill has no replicas.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import os
+import time
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from torchcache2.core.keys import Array
-from torchcache2.tiers.shared.budget import (
-    BUDGET,
-    DEAD,
-    FULL,
-    INODE,
-    LIVE,
-    NAMESPACE,
-    RANKS,
-    REPLICAS,
-    STATE,
-    Budget,
-)
+from torchcache2.core.keys import Array, Flags, Positions
 from torchcache2.tiers.shared.region import PAGE, Region, is_alive, pages
-from torchcache2.tiers.shared.tickets import Tickets
+
+_SERIAL, _LAST, _MEMBER_OF, _THREAD, _FILE_OF, _SINCE = range(6)  # of a ticket
+_LEAST_STUCK = 60_000_000_000  # ns
+_SLOT_BITS = 10  # of a ticket's word
+_SLOT = (1 << _SLOT_BITS) - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Ticket:
+    """A claim's ticket: a row of the table, and the row's serial number at the time."""
+
+    slot: int
+    serial: int
+    pid: int
+
+    @property
+    def word(self) -> int:
+        """The negative number that marks a claimed key, instead of its row's location."""
+        return -(self.serial << _SLOT_BITS | self.slot)
+
+
+class Tickets:
+    """The tickets of all processes.
+
+    Parameters
+    ----------
+    table : ndarray of int64, shape (at most `MOST`, `COLUMNS`)
+        Serial number (0: free), last serial number, member, thread, file, time of claiming.
+    longest : ndarray of int64, shape (1,)
+        The longest time that any claim was held, in ns.
+    is_alive : callable
+        Whether the process of a member number is alive.
+    """
+
+    MOST, COLUMNS = 1 << _SLOT_BITS, 6
+
+    def __init__(self, table: Array, longest: Array, is_alive: Callable[[int], bool]) -> None:
+        self._table, self._longest, self._is_alive = table, longest, is_alive
+
+    def has_one(self, thread: int, file: int) -> bool:
+        """Whether a thread holds a claim on a file's keys, through any cache of its process."""
+        table = self._table
+        is_held = table[:, _SERIAL] != 0  # read first: a free row may change before the rest is read
+        return bool((is_held & (table[:, _THREAD] == thread) & (table[:, _FILE_OF] == file)).any())
+
+    def take(self, member: int, thread: int, file: int, note: Callable[[Ticket], None]) -> Ticket | None:
+        """Take a ticket for one claim of a thread; call with the job's lock. None if none is free.
+
+        Passes the ticket to `note` before it is valid, so that after an interrupt the caller can give it
+        back.
+        """
+        free = np.flatnonzero(self._table[:, _SERIAL] == 0)
+        if len(free) == 0:
+            for dead in set(self._table[:, _MEMBER_OF].tolist()):
+                if not self._is_alive(dead):
+                    self.give_back_all(dead)
+            free = np.flatnonzero(self._table[:, _SERIAL] == 0)
+        if len(free) == 0:
+            return None
+        slot = int(free[0])
+        row = self._table[slot]
+        serial = int(row[_LAST]) + 1
+        row[_LAST:] = serial, member, thread, file, time.monotonic_ns()
+        ticket = Ticket(slot, serial, os.getpid())
+        note(ticket)
+        row[_SERIAL] = serial
+        return ticket
+
+    def give_back(self, ticket: Ticket) -> None:
+        """Give up all claims of a ticket; needs no lock, as this is one write."""
+        row = self._table[ticket.slot]
+        if row[_SERIAL] == ticket.serial and ticket.pid == os.getpid():
+            took = time.monotonic_ns() - int(row[_SINCE])
+            self._longest[0] = max(int(self._longest[0]), took)
+            row[_SERIAL] = 0
+
+    def give_back_all(self, member: int) -> None:
+        """Give up all claims of a process."""
+        self._table[self._table[:, _MEMBER_OF] == member, _SERIAL] = 0
+
+    def held(self, words: Positions) -> Flags:
+        """Whether each word is a claim that is still held; False for 0 and for locations."""
+        held: Flags = self._table[-words & _SLOT, _SERIAL] == -words >> _SLOT_BITS
+        return held & (words < 0)
+
+    def hopeless(self, words: Positions) -> Iterator[int]:
+        """Those claims whose process has ended, or whose computation is stuck."""
+        stuck = max(_LEAST_STUCK, 4 * int(self._longest[0]))
+        for word in set(words.tolist()):
+            row = self._table[-word & _SLOT].tolist()
+            if time.monotonic_ns() - row[_SINCE] > stuck or not self._is_alive(row[_MEMBER_OF]):
+                yield word
+
+
+class _Word:
+    """A number in the board's head, which is read and written at once."""
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+    def __get__(self, board: Board, _: type) -> int:
+        return int(board.head.item(self.place))
+
+    def __set__(self, board: Board, value: int) -> None:
+        board.head[self.place] = value
+
 
 _MAGIC = 0x31_6B6E_6172_6374  # "tcrank1"
 _MEMBERS, _FILES, _HOLDERS = 512, 512, 2048  # rows
 _SHAPES = [(_MEMBERS, 2), (_FILES, 8), (_HOLDERS, 3), (Tickets.MOST, Tickets.COLUMNS)]
 _SIZE = PAGE + sum(pages(8 * rows * columns) for rows, columns in _SHAPES)
-
-# Words of the head; `Budget` uses others.
-_NAME, _LOCK, _LONGEST, _CHANGES, _PROGRESS, _WARNED = 1, 3, 5, 8, 9, 10
+_NAME, _LOCK, _LONGEST = 1, 3, 5  # words of the head, beside those of `Board`
 _PID, _START = range(2)
+_STATE, _INODE, _BYTES, _ROWS, _FLAGS, _NAMESPACE, _, _RANKS = range(8)  # of a file
+_LIVE, _DEAD = 1, 2  # states
+_UNCLAIMED, _REPLICAS = 1, 2  # flags
 _FILE, _MEMBER, _DESCRIPTOR = range(3)
+_SMALL, _SUFFICIENT = 30_000, 200_000  # bytes: a budget from the first on has the room of the second
+_LEFT_FREE = 4  # dropped replicas reserve 1/4 of their bytes for other rows
 
 
-class Board(Budget):
+class Board:
     """The tables of a job.
 
     Parameters
@@ -62,27 +166,42 @@ class Board(Budget):
         Bytes for all processes together; the first process decides.
     rank : int
         The bit that stands for this process's rank.
+
+    Attributes
+    ----------
+    budget : int
+        Bytes that the files and this board together never exceed; see `uncounted`.
+    is_full : int
+        1 if rows found no room, and none was made since.
+    pressure : int
+        Grows when a process needs room: each process then frees what it does not use.
+    changes : int
+        Grows when a file is added.
+    progress : int
+        Grows while the holder of the lock does long work.
     """
+
+    budget, is_full, pressure, changes, progress = _Word(4), _Word(6), _Word(7), _Word(8), _Word(9)
+    _warned, _reserve = _Word(10), _Word(11)
 
     def __init__(self, region: Region | None, name: bytes, lock: int, budget: int, rank: int) -> None:
         is_new = region is None
         self.rank = rank
         self.region = Region.create(_SIZE) if region is None else region
-        head = self.region.array("<i8", 0, PAGE // 8)
+        self.head = self.region.array("<i8", 0, PAGE // 8)
         tables, offset = [], PAGE
         for rows, columns in _SHAPES:
             tables.append(self.region.array("<i8", offset, rows * columns).reshape(rows, columns))
             offset += pages(8 * rows * columns)
-        self._members, files, self._holders, tickets = tables
-        super().__init__(head, files, _SIZE)
+        self._members, self._files, self._holders, tickets = tables
         # Not a method: the board and `tickets` would form a reference cycle.
         self._is_alive = functools.partial(_is_alive, self._members)
-        self.tickets = Tickets(tickets, self._head[_LONGEST : _LONGEST + 1], self._is_alive)
+        self.tickets = Tickets(tickets, self.head[_LONGEST : _LONGEST + 1], self._is_alive)
         if is_new:
             self.region.reserve(0, _SIZE)
-            self._head[_NAME : _NAME + 2] = np.frombuffer(name, np.int64)
-            self._head[_LOCK], self._head[BUDGET] = lock, budget
-            self._head[0] = _MAGIC
+            self.head[_NAME : _NAME + 2] = np.frombuffer(name, np.int64)
+            self.head[_LOCK], self.budget = lock, budget
+            self.head[0] = _MAGIC
 
     @staticmethod
     def is_one(region: Region, name: bytes, lock: int) -> bool:
@@ -92,13 +211,75 @@ class Board(Budget):
         head = region.array("<i8", 0, _LOCK + 1)
         return head[0] == _MAGIC and head[_NAME:_LOCK].tobytes() == name and head[_LOCK] == lock
 
-    def read_progress(self) -> int:
-        """A number that grows while the holder of the lock does long work."""
-        return int(self._head[_PROGRESS])
+    # Bytes and rows
 
-    def go_on(self) -> None:
-        """Tell processes that wait for the lock that its holder is still working."""
-        self._head[_PROGRESS] += 1
+    @property
+    def uncounted(self) -> int:
+        """Bytes that a small budget does not count: the board alone would fill it."""
+        budget = self.budget
+        return max(0, _SUFFICIENT - budget) if budget >= _SMALL else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        size = int(self._files[self._files[:, _STATE] != 0, _BYTES].sum())
+        return max(0, size - max(0, self.uncounted - _SIZE))
+
+    @property
+    def rows(self) -> int:
+        """Rows in all files."""
+        return int(self._files[self._files[:, _STATE] == _LIVE, _ROWS].sum())
+
+    def rows_of(self, file: int) -> int:
+        """Rows in a file."""
+        return int(self._files[file, _ROWS])
+
+    @property
+    def free(self) -> int:
+        """Bytes that are left."""
+        return self.budget - max(0, _SIZE - self.uncounted) - self.nbytes
+
+    def free_for(self, replicas: bool) -> int:
+        """Bytes that are left for replicas, or for other rows; -1 if replicas find no room at all."""
+        if not replicas:
+            return self.free
+        return -1 if self.is_full else self.free - self._reserve
+
+    def charge(self, file: int, size: int) -> bool:
+        """Add bytes, or subtract them, for a file; False if so many are not free."""
+        if size > 0 and size > self.free_for(self.are_replicas(file)):
+            return False
+        self._files[file, _BYTES] += size
+        return True
+
+    def count_rows(self, file: int, count: int) -> None:
+        """Add rows, or subtract them, for a file."""
+        self._files[file, _ROWS] += count
+
+    def is_unclaimed(self, file: int) -> bool:
+        """Whether a file's keys must not be claimed, because some of its rows cannot be kept."""
+        return bool(self._files[file, _FLAGS] & _UNCLAIMED)
+
+    def leave_unclaimed(self, file: int) -> None:
+        """Record that some rows of a file cannot be kept."""
+        self._files[file, _FLAGS] |= _UNCLAIMED
+
+    def are_replicas(self, file: int) -> bool:
+        """Whether a file's rows are replicas."""
+        return bool(self._files[file, _FLAGS] & _REPLICAS)
+
+    def drop_replicas(self) -> list[int]:
+        """Forget all replicas; under the lock. Returns their files."""
+        are_there = (self._files[:, _STATE] == _LIVE) & (self._files[:, _FLAGS] & _REPLICAS != 0)
+        files: list[int] = np.flatnonzero(are_there).tolist()
+        if files:
+            self._reserve = self._files[files, _BYTES].sum() // _LEFT_FREE
+            self._files[files, _STATE] = _DEAD
+        return files
+
+    def count_bytes(self, file: int, size: int) -> None:
+        """Record how many bytes a dropped file still has; under the lock."""
+        self._files[file, _BYTES] = size
 
     # Members
 
@@ -135,41 +316,36 @@ class Board(Budget):
         for member in np.flatnonzero(self._members[:, _PID]).tolist():
             if not self._is_alive(member):
                 self.leave(member)
-        for file in np.flatnonzero(self._files[:, STATE]).tolist():
+        for file in np.flatnonzero(self._files[:, _STATE]).tolist():
             self._free_if_unheld(file)
 
     # Files
 
-    @property
-    def changes(self) -> int:
-        """A number that grows when a file is added."""
-        return int(self._head[_CHANGES])
-
     def file_of(self, namespace: bytes) -> int | None:
         """The number of a namespace's file; None if it has none."""
-        same = self._files[:, NAMESPACE : NAMESPACE + 2] == np.frombuffer(namespace, np.int64)
-        found = np.flatnonzero((self._files[:, STATE] == LIVE) & same.all(axis=1))
+        same = self._files[:, _NAMESPACE : _NAMESPACE + 2] == np.frombuffer(namespace, np.int64)
+        found = np.flatnonzero((self._files[:, _STATE] == _LIVE) & same.all(axis=1))
         return int(found[0]) if len(found) else None
 
     def is_live(self, file: int, inode: int) -> bool:
         """Whether no process has dropped a file."""
         files = self._files
-        return bool(files.item(file, STATE) == LIVE and files.item(file, INODE) == inode)
+        return bool(files.item(file, _STATE) == _LIVE and files.item(file, _INODE) == inode)
 
     def add_file(
         self, namespace: bytes, region: Region, member: int, size: int, are_replicas: bool = False
     ) -> int | None:
         """List a new file of `size` bytes; returns its number, or None if there are too many."""
-        free = np.flatnonzero(self._files[:, STATE] == 0)
+        free = np.flatnonzero(self._files[:, _STATE] == 0)
         if len(free) == 0:
             return None
         file = int(free[0])
         words = np.frombuffer(namespace, np.int64).tolist()
-        self._files[file, 1:] = [region.inode, size, 0, REPLICAS * are_replicas, *words, 0]
+        self._files[file, 1:] = [region.inode, size, 0, _REPLICAS * are_replicas, *words, 0]
         if not self.hold(file, region, member):
             return None
-        self._files[file, STATE] = LIVE
-        self._head[_CHANGES] += 1
+        self._files[file, _STATE] = _LIVE
+        self.changes += 1
         return file
 
     def hold(self, file: int, region: Region, member: int) -> bool:
@@ -179,27 +355,27 @@ class Board(Budget):
             return False
         self._holders[free[0], 1:] = member, region.descriptor
         self._holders[free[0], _FILE] = file + 1
-        self._files[file, RANKS] |= self.rank
+        self._files[file, _RANKS] |= self.rank
         return True
 
     def ranks_of(self, file: int) -> int:
         """How many ranks have ever had a file open."""
-        return int(self._files[file, RANKS]).bit_count()
+        return int(self._files[file, _RANKS]).bit_count()
 
     def strangers(self, file: int) -> list[int]:
         """The files of ranks that never had any file in common with the ranks of this one."""
-        ranks = self._files[:, RANKS]
+        ranks = self._files[:, _RANKS]
         met = np.bitwise_or.reduce(ranks[ranks & ranks[file] != 0])
-        return np.flatnonzero((ranks & met == 0) & (self._files[:, STATE] == LIVE)).tolist()
+        return np.flatnonzero((ranks & met == 0) & (self._files[:, _STATE] == _LIVE)).tolist()
 
     def warns(self) -> bool:
         """Whether this process is the first one that warns of namespaces; under the lock."""
-        before, self._head[_WARNED] = int(self._head[_WARNED]), 1
+        before, self._warned = self._warned, 1
         return before == 0
 
     def open(self, file: int) -> Region | None:
         """Open a file through a living process that has it open; None if there is none."""
-        inode = int(self._files[file, INODE])
+        inode = int(self._files[file, _INODE])
         for _, member, descriptor in self._holders[self._holders[:, _FILE] == file + 1].tolist():
             region = Region.open(int(self._members[member, _PID]), descriptor, inode)
             if region is not None:
@@ -219,15 +395,15 @@ class Board(Budget):
         """
         file = self.file_of(namespace)
         if file is not None:
-            self._files[file, STATE] = DEAD
+            self._files[file, _STATE] = _DEAD
 
     def _free_if_unheld(self, file: int) -> None:
         members = self._holders[self._holders[:, _FILE] == file + 1, _MEMBER]
-        if self._files[file, STATE] != 0 and not any(map(self._is_alive, members.tolist())):
+        if self._files[file, _STATE] != 0 and not any(map(self._is_alive, members.tolist())):
             self._holders[self._holders[:, _FILE] == file + 1, _FILE] = 0
-            self._files[file, STATE] = 0
+            self._files[file, _STATE] = 0
             if not self.are_replicas(file):
-                self._head[FULL] = 0
+                self.is_full = 0
 
 
 def _is_alive(members: Array, member: int) -> bool:

@@ -1,4 +1,8 @@
-"""`Chunks`: where rows lie in a namespace's region, and their schemas.
+"""`Space`: the memory of one namespace. `Chunks`: where in it rows lie, and their schemas.
+
+The region reserves all the address space that could ever be needed, so ranges never move; they get memory as
+they grow, under the lock. The first page, the head, holds numbers. A process killed while a range grows
+leaves only bytes that are counted and not used.
 
 Rows of one schema lie in chunks, column by column. A column begins at a multiple of its row bytes, counted
 from the beginning of the region: so the region is one array of rows for each width, and one `gather` takes
@@ -12,21 +16,41 @@ memory of its rows, without the lock, before it writes.
 
 from __future__ import annotations
 
+import bisect
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 import numpy as np
 import torch
 
-from torchcache2.core.keys import Array, Positions
+from torchcache2.core.keys import Array, Bytes, Positions
 from torchcache2.core.memory import Runtime, SpareMemory, gather, write
 from torchcache2.core.rows import Rows, Schema
 from torchcache2.files.errors import DamagedError, UnknownClassError, UnserialisableError
 from torchcache2.files.schema import schema_from_json, schema_to_json
-from torchcache2.tiers.shared.region import PAGE, pages
-from torchcache2.tiers.shared.space import Space
+from torchcache2.tiers.shared.board import Board
+from torchcache2.tiers.shared.region import PAGE, Region, pages
 
+# Address space of each range per byte of budget: an ordinal takes 40 bytes, a chunk or schema more.
+_SHARES = {
+    "keys": 0.5,
+    "locations": 0.25,
+    "sums": 0.25,
+    "slots": 2.0,
+    "offsets": 0.25,
+    "kinds": 0.25,
+    "schemas": 0.5,
+    "texts": 1.0,
+    "about": 0.0,
+}
+_DATA = 4.0  # aligning rows to their size at most doubles the data
+_LEAST = 1 << 20
+_DISCARDED = 256 << 20  # bytes at once
+_WORDS = 512  # of the head; the last ones are the sizes of ranges
+_PLACES = {name: _WORDS - 1 - i for i, name in enumerate(_SHARES)}  # the word with each range's length
 _CHUNKS, _SCHEMAS, _TEXT_END, _DATA_END = 2, 3, 4, 5  # words of the head
 _TEXT, _LENGTH, _CURRENT, _TOTAL = range(4)  # of a schema: current is chunk << 32 | rows given out
 _ROW = (1 << 32) - 1
@@ -35,6 +59,114 @@ _Numbers = TypeVar("_Numbers", int, Positions)
 _Spans = tuple[Schema, list[tuple[int, int]]]
 _MOST_SPANS = 4096  # chunks
 _POPULATED = 256 << 10  # bytes; smaller chunks are not populated
+
+
+class Space:
+    """One namespace's memory.
+
+    Attributes
+    ----------
+    bytes : ndarray of uint8
+        The whole region.
+    head : ndarray of int64
+        The numbers of the first page. The last ones are the lengths of the ranges, in bytes.
+    """
+
+    def __init__(
+        self, region: Region, board: Board, file: int, lock: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self.region, self.board, self.file, self.lock = region, board, file, lock
+        self.bytes: Bytes = region.array("u1", 0, region.size)
+        self.head = region.array("<i8", 0, _WORDS)
+        self._starts, end = _starts(board.budget)
+        self.data = end
+
+    @staticmethod
+    def size(budget: int) -> int:
+        """Bytes of address space of a region."""
+        return _starts(budget)[1] + int(_DATA * budget) + 64 * _LEAST
+
+    def start(self, name: str) -> int:
+        """Where a range begins."""
+        return self._starts[name]
+
+    def length(self, name: str) -> int:
+        """Bytes of a range that have memory."""
+        return int(self.head.item(_PLACES[name]))
+
+    def set_length(self, name: str, size: int) -> None:
+        """Set the length of a range in the head."""
+        self.head[_PLACES[name]] = size
+
+    def array(self, name: str, dtype: str) -> Array:
+        """The part of a range that has memory."""
+        return self.region.array(dtype, self._starts[name], self.length(name) // 8)
+
+    def grow(self, name: str, size: int) -> bool:
+        """Make a range at least `size` bytes long; False if there is no memory. Under the lock."""
+        before = self.length(name)
+        if pages(size) <= before:  # no range gets shorter
+            return True
+        if not self.may_be(name, size) or not self.reserve(self._starts[name] + before, pages(size) - before):
+            return False
+        self.set_length(name, pages(size))
+        return True
+
+    def discard(self, end: int) -> None:
+        """Give back the memory of keys and rows, which end at byte `end`, after the file was dropped.
+
+        Under the lock. Another process may still read there (zeros) or write (uncounted memory), so readers
+        check afterwards that the file was not dropped.
+        """
+        kept = PAGE + sum(map(self.length, ["offsets", "kinds", "schemas", "texts"]))
+        for first, last in [(PAGE, self._starts["offsets"]), (self.data, pages(end))]:
+            for start in range(first, last, _DISCARDED):
+                self.region.discard(start, min(_DISCARDED, last - start))
+                self.board.progress += 1
+        self.board.count_bytes(self.file, kept)
+
+    def tell(self, text: bytes) -> None:
+        """Store a text about the namespace, unless it has one. It does not count against the budget."""
+        with self.lock():
+            if len(text) <= _LEAST and self.told()[:1] == b"\0":
+                os.pwrite(self.region.descriptor, text, self._starts["about"])
+
+    def told(self) -> bytes:
+        """The text about the namespace, followed by zeros; reading it allocates no memory."""
+        return os.pread(self.region.descriptor, _LEAST, self._starts["about"])
+
+    def may_be(self, name: str, size: int) -> bool:
+        """Whether a range has address space for so many bytes."""
+        return size <= _length(name, self.board.budget)
+
+    def reserve(self, offset: int, size: int) -> bool:
+        """Count bytes, and give them memory; False if budget or system have none. Under the lock."""
+        if not self.board.charge(self.file, size):
+            return False
+        if not self.give_memory(offset, size):
+            self.board.charge(self.file, -size)
+            return False
+        return True
+
+    def give_memory(self, offset: int, size: int) -> bool:
+        """Give counted bytes their memory; False if the system has none."""
+        try:
+            self.region.reserve(offset, size)
+        except OSError:
+            return False
+        return True
+
+
+def _length(name: str, budget: int) -> int:
+    return pages(int(_SHARES[name] * budget)) + _LEAST
+
+
+def _starts(budget: int) -> tuple[dict[str, int], int]:
+    starts, end = {}, PAGE
+    for name in _SHARES:
+        starts[name] = end
+        end += _length(name, budget)
+    return starts, end
 
 
 class Chunks:
@@ -65,25 +197,23 @@ class Chunks:
         """
         name = schema, schema.layout
         if name not in self._numbers:
-            text, is_taught = json.dumps(schema_to_json(schema)).encode(), False
-            while not is_taught:
-                needed = int(self._head[_TEXT_END]) + len(text)
-                has_room = self._space.grow("schemas", 32 * (int(self._head[_SCHEMAS]) + 64))
-                if not has_room or not self._space.grow("texts", needed):
+            text = json.dumps(schema_to_json(schema)).encode()
+            with self._space.lock():
+                self._learn()
+                if name not in self._numbers and not self._teach(text):
                     return None
-                with self._space.lock():
-                    self._learn()
-                    is_taught = name in self._numbers or self._teach(text)
-                    self._learn()
+                self._learn()
         if self._numbers.setdefault(name, 0) == 0:  # its text does not read back as this schema
             raise UnserialisableError("the schema of the output cannot be written as text")
         return self._numbers[name]
 
     def _teach(self, text: bytes) -> bool:
+        """Write a schema down; False if there is no room for it."""
         number, start = int(self._head[_SCHEMAS]), int(self._head[_TEXT_END])
         end = start + len(text)
-        if number >= len(self._schemas) or end > self._space.length("texts"):
-            return False  # others have taken the room meanwhile
+        if not self._space.grow("schemas", 32 * (number + 1)) or not self._space.grow("texts", end):
+            return False
+        self._schemas = self._schema_rows()
         self._head[_TEXT_END] = end
         self._texts(start, len(text))[:] = np.frombuffer(text, np.uint8)
         self._schemas[number] = start, len(text), 0, 0
@@ -117,13 +247,6 @@ class Chunks:
             self._known[number] = self._read(number)
         return self._known[number]
 
-    def schema_of(self, location: int) -> Schema | None:
-        """The schema of one row; None if its classes are unknown in this process, up to now."""
-        chunk = location >> 32
-        if chunk >= len(self._kinds):
-            self._see_chunks()
-        return self.schema(self._kinds.item(chunk) >> 32)
-
     def schemas_of(self, locations: Positions) -> Positions:
         """The number of the schema of each row."""
         numbers: Positions = self._of_chunks(locations)[1] >> 32
@@ -137,37 +260,33 @@ class Chunks:
         return int(self._head[_DATA_END])
 
     def take(self, number: int, schema: Schema, count: int) -> list[Positions]:
-        """Locations for rows of a schema, as many as there is room for; not under the lock.
+        """Locations for rows of a schema, as many as there is room for; under the lock.
 
         The rows of each array lie one after the other.
         """
-        needed = 8 * (int(self._head[_CHUNKS]) + 64)
-        can_add = self._space.grow("offsets", needed) and self._space.grow("kinds", needed)
-        with self._space.lock():
-            self._schemas = self._schema_rows()
-            self._see_chunks()
-            current = int(self._schemas[number, _CURRENT])
-            left = (int(self._kinds[current >> 32]) & _ROW) - (current & _ROW) if current else 0
-            first = min(count, left)
-            places = [np.arange(current, current + first)]
-            self._schemas[number, _CURRENT] = current + first
-            if first < count and can_add:
-                places.append(self._add(number, schema, count - first))
+        self._schemas = self._schema_rows()
+        self._see_chunks()
+        current = int(self._schemas[number, _CURRENT])
+        left = (int(self._kinds[current >> 32]) & _ROW) - (current & _ROW) if current else 0
+        first = min(count, left)
+        places = [np.arange(current, current + first)]
+        self._schemas[number, _CURRENT] = current + first
+        if first < count:
+            places.append(self._add(number, schema, count - first))
         return [place for place in places if len(place)]
 
     def _add(self, number: int, schema: Schema, count: int) -> Positions:
         """Locations in a new chunk, whose rest is for later rows; under the lock."""
         board, chunk = self._space.board, int(self._head[_CHUNKS])
+        if not all(self._space.grow(name, 8 * (chunk + 1)) for name in ("offsets", "kinds")):
+            return np.empty(0, np.int64)
+        self._see_chunks()
         rows = max(count, min(int(self._schemas[number, _TOTAL]) // 4, _SLAB // max(1, schema.row_bytes)))
         free = board.free_for(board.are_replicas(self._space.file))
         if self._extent(schema, rows)[1] > free:
-            rows, high = 0, count + 1
-            while high - rows > 1:  # `rows` fit, and `high` do not
-                middle = (rows + high) // 2
-                fits = self._extent(schema, middle)[1] <= free
-                rows, high = (middle, high) if fits else (rows, middle)
+            rows = bisect.bisect(range(1, count + 1), free, key=lambda some: self._extent(schema, some)[1])
         end, size = self._extent(schema, rows)
-        is_possible = rows > 0 and chunk < len(self._kinds) and end <= self._space.region.size
+        is_possible = rows > 0 and end <= self._space.region.size
         if not is_possible or not board.charge(self._space.file, size):
             return np.empty(0, np.int64)
         self._offsets[chunk], self._kinds[chunk] = self._head[_DATA_END], number << 32 | rows
@@ -197,7 +316,7 @@ class Chunks:
             if width:
                 # Reserve memory only for rows that are written.
                 start, size = first * width, len(rows) * width
-                if not self._space.reserve(start, size):
+                if not self._space.give_memory(start, size):
                     return False
                 if size >= _POPULATED:
                     self._space.region.populate(start, start + size, writes=True)
@@ -208,8 +327,6 @@ class Chunks:
         self, schema: Schema, locations: Positions, runtime: Runtime | None, spare: SpareMemory | None
     ) -> Rows:
         """A copy of rows of one schema, as one batch."""
-        if len(locations) == 1 and runtime is None:
-            return self.one(schema, locations.item(0))
         columns = []
         for leaf, places in zip(schema.leaves, self._places(schema, locations), strict=True):
             if leaf.row_bytes:
@@ -219,20 +336,6 @@ class Chunks:
                 picked = torch.empty(0, dtype=torch.uint8, device="cpu")
             columns.append(picked.view(leaf.stored).view(len(locations), *leaf.stored_shape))
         return Rows(schema, columns, len(locations))
-
-    def one(self, schema: Schema, location: int) -> Rows:
-        """A copy of one row, in few steps, as samples are often read one by one."""
-        chunk, columns = location >> 32, []
-        end, kind = self._offsets.item(chunk), self._kinds.item(chunk)
-        for leaf, place in zip(schema.leaves, _places(schema, end, kind & _ROW), strict=True):
-            size = leaf.row_bytes
-            start = (place + (location & _ROW)) * size
-            if size:
-                picked = torch.from_numpy(self._space.bytes[start : start + size].copy())
-            else:
-                picked = torch.empty(0, dtype=torch.uint8, device="cpu")
-            columns.append(picked.view(leaf.stored).view(1, *leaf.stored_shape))
-        return Rows(schema, columns, 1)
 
     def row(self, location: int) -> tuple[Schema, list[memoryview]] | None:
         """The bytes of a row where they lie, for each leaf; None if its schema is unknown."""
@@ -246,7 +349,9 @@ class Chunks:
         """The schema of a chunk, and where each leaf's rows begin and how long they are, in bytes."""
         found = self._spans.get(chunk)
         if found is None:
-            schema = self.schema_of(chunk << 32)
+            if chunk >= len(self._kinds):
+                self._see_chunks()
+            schema = self.schema(self._kinds.item(chunk) >> 32)
             if schema is None:
                 return None
             firsts = _places(schema, self._offsets.item(chunk), self._kinds.item(chunk) & _ROW)

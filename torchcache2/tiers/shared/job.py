@@ -4,28 +4,97 @@ A job has a small file in a folder that only its user can enter. The processes l
 those that have the job's `Board` open: pid, start time, descriptor, inode. A joining process opens the board
 through any living one; if none lives, it makes a new board. The next write removes dead processes from the
 list. A joining process also deletes the files of dead jobs.
+
+`NodeLock` is a `flock` on this file, which the system releases when a process is killed. Waiting ends after a
+while, because the holder may be stopped. A forked child inherits the open file, and with it the parent's
+lock, which would then outlive a killed parent: so the child opens the file anew at once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import tempfile
+import time
+import weakref
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from torchcache2.core.keys import Array
 from torchcache2.core.process import place
 from torchcache2.files.filesystem import Descriptor, FileSystem
-from torchcache2.tiers.meeting import JOB, is_at, job_name, machine, own_folder
+from torchcache2.tiers.meeting import JOB, job_name, machine, own_folder
 from torchcache2.tiers.shared.board import Board
-from torchcache2.tiers.shared.lock import LockTimeoutError, NodeLock
 from torchcache2.tiers.shared.region import Region, SharingError, is_alive, start_time
 
+_NONE = (1 << 31) - 1  # a number that no open file has
+_FIRST_PAUSE, _LONGEST_PAUSE = 50e-6, 2e-3  # seconds
 _FOLDER = "torchcache2_ranks_{}"  # in the folder for temporary files
 _MOST_LOOKED_AT = 100  # files of other jobs
 _AT_EXIT = 1.0  # seconds to wait for the lock when the process ends
 _RANKS = 63  # that can be distinguished, as bits of a number
+
+
+class LockTimeoutError(Exception):
+    """Another process has held the lock for too long, or the system has no locks."""
+
+
+class NodeLock:
+    """``with lock(): …``; `LockTimeoutError` after a long wait. One thread of a process at a time.
+
+    Parameters
+    ----------
+    file : Descriptor
+        The file to lock, opened by this process itself.
+
+    Attributes
+    ----------
+    patience : float
+        Seconds to wait without progress of the holder.
+    progress : callable
+        Returns a number that the holder increments during long work.
+    """
+
+    def __init__(self, file: Descriptor) -> None:
+        self.patience = 10.0
+        self.progress: Callable[[], int] = int
+        self._file, self._pid, self._fs = file, os.getpid(), FileSystem()
+        own = weakref.ref(self)
+
+        def reopen() -> None:
+            lock = own()
+            if lock is not None:
+                lock._reopen()
+
+        os.register_at_fork(after_in_child=reopen)
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Hold the lock; a holder must not ask for it again."""
+        try:
+            self._acquire()
+            yield
+        finally:
+            self._fs.unlock(self._file)  # does nothing if not acquired
+
+    def _acquire(self) -> None:
+        if os.getpid() != self._pid:  # forked without Python's fork hooks
+            self._reopen()
+        deadline, pause, seen = time.monotonic() + self.patience, _FIRST_PAUSE, self.progress()
+        while not self._fs.lock(self._file, exclusive=True):
+            if time.monotonic() > deadline:
+                if self.progress() == seen:
+                    raise LockTimeoutError(f"the lock of the ranks was not free for {self.patience:g} s")
+                deadline, seen = time.monotonic() + self.patience, self.progress()
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _reopen(self) -> None:
+        inherited, self._file, self._pid = self._file, Descriptor(_NONE), os.getpid()
+        with contextlib.suppress(OSError):  # then locking fails, but the parent's lock stays untouched
+            self._file = Descriptor(os.open(f"/proc/self/fd/{inherited.number}", os.O_RDWR | os.O_CLOEXEC))
 
 
 class Job:
@@ -55,7 +124,7 @@ class Job:
     def __init__(self, name: bytes, budget: int, folder: str | None = None) -> None:
         if not hasattr(os, "memfd_create") or not os.path.exists("/proc/self/fd"):
             raise SharingError("memory can be shared on Linux only, where /proc is mounted")
-        self._name, self._budget = name, budget
+        self._fs, self._name, self._budget = FileSystem(), name, budget
         self.launch = job_name({**os.environ, JOB: ""})
         self.rank = place().rank
         path = os.path.join(tempfile.gettempdir(), _FOLDER.format(os.getuid()))
@@ -98,14 +167,14 @@ class Job:
             file = Descriptor(os.open(self._path, flags, 0o600))
             self.lock = NodeLock(file)
             with self.lock():
-                if not is_at(file, self._path):
+                if not self._fs.same(file, self._path):
                     continue  # the last one has just left
                 inode = os.fstat(file.number).st_ino
                 regions = (self._opened(line, inode) for line in self._listed().tolist())
                 region = next(filter(None, regions), None)
                 bit = (int.from_bytes(self.launch[:4], "little") + self.rank) % _RANKS
                 self.board = Board(region, self._name, inode, self._budget, 1 << bit)
-                self.lock.progress = self.board.read_progress
+                self.lock.progress = functools.partial(getattr, self.board, "progress")
                 self._enter()
                 return
 
@@ -154,8 +223,8 @@ def leave_soon(job: Job) -> None:
 
 
 def _remove_if_dead(path: str) -> None:
-    file = Descriptor(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW))
-    if FileSystem().lock(file, exclusive=True):
+    fs, file = FileSystem(), Descriptor(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW))
+    if fs.lock(file, exclusive=True):
         lines = np.frombuffer(os.read(file.number, 1 << 20), np.int64).reshape(-1, 4).tolist()
-        if is_at(file, path) and not any(is_alive(pid, start) for pid, start, *_ in lines):
+        if fs.same(file, path) and not any(is_alive(pid, start) for pid, start, *_ in lines):
             os.unlink(path)

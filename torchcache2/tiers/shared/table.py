@@ -16,10 +16,17 @@ reader sees a whole row, or none, which is a miss.
 Checksums verify this argument: beside each location lies a checksum of the row's bytes and its key, written
 before the location. A process compares it when it first reads a row; if it differs, the row is removed, and
 is a miss.
+
+`SharedIndex` has the ordinals. A writer writes an ordinal's key first and its slot last. So a reader finds a
+key's ordinal or, while the key is being added, maybe nothing. A killed writer leaves an ordinal that no slot
+names: it stays unused. A table of slots that is too small is replaced: a process fills the new one under the
+lock, and then one number of the head points to it. Readers may still use the old one. Once freed, it reads as
+zeros, which are free slots: they find nothing there, and look in the new table.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -29,17 +36,139 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 from torchcache2.core.keys import Array, Flags, Ordinals, Positions, Words
-from torchcache2.core.memory import Runtime, SpareMemory, as_bytes
-from torchcache2.core.rows import Rows
+from torchcache2.core.memory import Runtime, SpareMemory, as_bytes, numbers
+from torchcache2.core.rows import Rows, Schema
 from torchcache2.tiers.base import Make
-from torchcache2.tiers.shared.board import Board
-from torchcache2.tiers.shared.chunks import Chunks
-from torchcache2.tiers.shared.index import SharedIndex
-from torchcache2.tiers.shared.region import PAGE, Region
-from torchcache2.tiers.shared.space import Space
-from torchcache2.tiers.shared.tickets import Ticket
+from torchcache2.tiers.index import KeyTable
+from torchcache2.tiers.shared.board import Board, Ticket
+from torchcache2.tiers.shared.chunks import Chunks, Space
+from torchcache2.tiers.shared.region import PAGE, Region, pages
 
+_TABLE, _TAKEN = 0, 1  # words of the head: slots of the table, and ordinals in use
+_RANGES = {"keys": 16, "locations": 8, "sums": 8}  # bytes per ordinal
+_PART = 1 << 20  # slots that are placed at once
+_LEAST = PAGE // 8  # ordinals and slots at first; both fill whole pages
 Lock = Callable[[], AbstractContextManager[None]]
+
+
+class SharedIndex:
+    """Ordinals of one namespace.
+
+    Attributes
+    ----------
+    locations : ndarray of int64, shape (capacity,)
+        Of each ordinal.
+    sums : ndarray of uint64, shape (capacity,)
+        The checksum of each ordinal's row.
+    """
+
+    def __init__(self, space: Space) -> None:
+        self._space = space
+        self._head = space.head
+        self._seen = (-1, -1)
+        self.refresh()
+
+    @staticmethod
+    def least_bytes() -> int:
+        """Bytes that `make` needs."""
+        return (sum(_RANGES.values()) + 8) * _LEAST
+
+    @staticmethod
+    def make(space: Space) -> None:
+        """Begin a new index; the caller has counted its bytes."""
+        for name, width in _RANGES.items():
+            space.region.reserve(space.start(name), width * _LEAST)
+            space.set_length(name, width * _LEAST)
+        space.region.reserve(space.start("slots") + 8 * _LEAST, 8 * _LEAST)
+        space.head[_TABLE] = _LEAST
+
+    def refresh(self) -> None:
+        """See changes of other processes."""
+        seen = int(self._head.item(_TABLE)), self._space.length("sums")
+        if seen == self._seen:
+            return
+        count = seen[0]
+        slots = self._space.region.array("<i8", self._space.start("slots") + 8 * count, count)
+        ordinals = seen[1] // 8  # the range that grows last
+        keys: Words = self._space.array("keys", "<u8")[: 2 * ordinals].reshape(-1, 2)
+        self.locations: Positions = self._space.array("locations", "<i8")[:ordinals]
+        self.sums: Array = self._space.array("sums", "<u8")[:ordinals]
+        self._table = KeyTable(slots, keys)
+        self._seen = seen
+
+    def __len__(self) -> int:
+        return int(self._head[_TAKEN])
+
+    def find(self, words: Words) -> tuple[Ordinals, Positions]:
+        """Ordinal of each key, or -1, and its location, or 0. Needs no lock."""
+        self.refresh()
+        ordinals = self._table.find(words)
+        if ordinals.min(initial=0) < 0 and self._head[_TABLE] != self._seen[0]:
+            return self.find(words)  # another process has just replaced this table
+        locations = self.locations.take(ordinals, mode="clip")
+        locations[ordinals < 0] = 0
+        return ordinals, locations
+
+    def find_one(self, low: int, high: int) -> tuple[int, int]:
+        """Like `find`, for one key; may miss a key if another process has just replaced the table."""
+        self.refresh()
+        ordinal = self._table.find_one(low, high)
+        return ordinal, self.locations.item(ordinal) if ordinal >= 0 else 0
+
+    def enter(self, words: Words, location: int = 0) -> tuple[Ordinals, Positions]:
+        """Find distinct keys, and add the missing ones; under the lock.
+
+        Returns
+        -------
+        ordinals : ndarray of int64
+            Of each key; -1 where there was no room.
+        locations : ndarray of int64
+            As found; `location` where a key was added.
+        """
+        ordinals, locations = self.find(words)
+        absent = np.flatnonzero(ordinals < 0)
+        if len(absent):
+            first = len(self)
+            absent = absent[: max(0, self._room_for(first + len(absent)) - first)]
+            added = np.arange(first, first + len(absent))
+            self._head[_TAKEN] = first + len(absent)  # first, so that these are never given out again
+            self._table.keys[added] = words[absent]
+            self.locations[added] = location
+            self._table.place(added)
+            ordinals[absent], locations[absent] = added, location
+        return ordinals, locations
+
+    def _room_for(self, needed: int) -> int:
+        """Make room for `needed` keys in all, as far as the budget allows; returns for how many there is."""
+        if needed > len(self.locations):
+            ordinals = max(needed, len(self.locations) * 33 // 32)
+            ordinals = -(-ordinals // _LEAST) * _LEAST
+            _ = all(self._space.grow(name, width * ordinals) for name, width in _RANGES.items())
+            self.refresh()
+        needed = min(needed, len(self.locations))
+        slots = len(self._table.slots)
+        while needed > slots * 9 // 16:
+            slots *= 2
+        if slots > len(self._table.slots):
+            self._replace(slots)
+        return min(needed, len(self._table.slots) * 9 // 16)
+
+    def _replace(self, slots: int) -> None:
+        """Replace the table by one of `slots` slots, if there is memory for it."""
+        space, old = self._space, self._table.slots
+        # A table of n slots begins at slot n of the range, so that tables of all sizes have room.
+        start = space.start("slots") + 8 * slots
+        if not space.may_be("slots", 16 * slots) or not space.reserve(start, 8 * slots):
+            return
+        new = KeyTable(space.region.array("<i8", start, slots), self._table.keys)
+        new.slots.fill(0)  # a killed process may have left data there
+        for part in np.split(old, range(_PART, len(old), _PART)):
+            new.place(part[part > 0] & 0xFFFFFFFF)
+            space.board.progress += 1
+        self._head[_TABLE] = slots
+        space.region.discard(space.start("slots") + old.nbytes, pages(old.nbytes))
+        space.board.charge(space.file, -old.nbytes)
+        self.refresh()
 
 
 class SharedTable:
@@ -93,9 +222,11 @@ class SharedTable:
         self, words: Words, runtime: Runtime | None, spare: SpareMemory | None
     ) -> list[tuple[Positions, Rows]]:
         """The rows of those keys that are here, one part for each schema. Takes no lock."""
-        ordinals, locations = self._index.find(words)
         if len(words) == 1 and runtime is None:
-            return self._one(words, ordinals, locations)
+            row = self.get_one(words.item(0), words.item(1), _as_batch)
+            if row is not None:
+                return [(np.zeros(1, np.int64), row)]
+        ordinals, locations = self._index.find(words)
         positions = np.flatnonzero(locations > 0)
         if len(positions) == 0:
             return []
@@ -127,26 +258,18 @@ class SharedTable:
                 parts.append((positions[these], rows))
         return parts
 
-    def _one(self, words: Words, ordinals: Ordinals, locations: Positions) -> list[tuple[Positions, Rows]]:
-        """Like `get`, for one key, already looked up."""
-        location = locations.item(0)
-        schema = self._chunks.schema_of(location) if location > 0 else None
-        if schema is None:
-            return []
-        first = np.zeros(1, np.int64)
-        if self._seen().item(ordinals.item(0)):
-            return [(first, self._chunks.one(schema, location))]
-        self._chunks.populate(locations)
-        rows = self._chunks.one(schema, location)
-        return [(first, rows)] if len(self._check(rows, words, ordinals, locations, first)) else []
-
     def get_one(self, low: int, high: int, make: Make) -> Any:
-        """The value of a row that this process has read or written before; otherwise None. Takes no lock."""
+        """The value of one key's row; None if it is not here, or differs from its checksum. Takes no lock."""
         ordinal, location = self._index.find_one(low, high)
-        if location <= 0 or ordinal >= len(self._checked) or not self._checked.item(ordinal):
+        row = self._chunks.row(location) if location > 0 else None
+        if row is None:
             return None
-        row = self._chunks.row(location)
-        return None if row is None else make(*row)
+        if ordinal >= len(self._checked) or not self._checked.item(ordinal):
+            checksum = functools.reduce(lambda seed, leaf: xxh3_64_intdigest(leaf, seed), row[1], low)
+            if checksum != self._index.sums.item(ordinal):
+                return None  # `get` removes the row
+            self._seen()[ordinal] = True
+        return make(*row)
 
     def discard(self) -> None:
         """Give the memory of a dropped file back, even if other processes have it open; under the lock."""
@@ -166,14 +289,12 @@ class SharedTable:
         if number is None:
             return 0, False
         schema = self._chunks.schema(number) or rows.schema
-        ordinals, locations = self._enter(words)
-        absent = np.flatnonzero((ordinals >= 0) & (locations <= 0))
-        fits = bool((ordinals >= 0).all())
-        if len(absent) == 0:
-            return 0, fits
-        places = self._chunks.take(number, schema, len(absent))
+        with self.lock():
+            ordinals, locations = self._index.enter(words)
+            absent = np.flatnonzero((ordinals >= 0) & (locations <= 0))
+            places = self._chunks.take(number, schema, len(absent)) if len(absent) else []
         kept = sum(map(len, places))
-        fits &= kept == len(absent)
+        fits = kept == len(absent) and bool((ordinals >= 0).all())
         absent = absent[:kept]
         if kept < len(words):
             rows = rows.take(torch.from_numpy(absent))
@@ -187,14 +308,6 @@ class SharedTable:
             return 0, fits
         sums = _checksums(rows, words[absent], range(kept))
         return self._publish(ordinals[absent], np.concatenate(places), sums), fits
-
-    def _enter(self, words: Words) -> tuple[Ordinals, Positions]:
-        while True:
-            has_room = self._index.prepare(len(words))
-            with self.lock():
-                ordinals, locations = self._index.enter(words)
-            if not has_room or (ordinals >= 0).all():
-                return ordinals, locations
 
     def _publish(self, ordinals: Ordinals, places: Positions, sums: Array) -> int:
         """Make written rows visible to all, except those that other processes have published first."""
@@ -258,22 +371,18 @@ class SharedTable:
         """
         if not self.is_live:
             return None, np.full(len(words), -1), np.zeros(len(words), np.int64)
-        while True:
-            has_room = self._index.prepare(len(words))
-            with self.lock():
-                ordinals, locations = self._index.enter(words)
-                if has_room and ordinals.min(initial=0) < 0:
-                    continue  # others have taken the room meanwhile
-                held = self.board.tickets.held(locations)
-                if passed:
-                    held &= ~np.isin(locations, list(passed))
-                open_ = np.flatnonzero((ordinals >= 0) & (locations <= 0) & ~held)
-                ticket = take_ticket(self.file) if len(open_) else None
-                if ticket is not None:
-                    self._index.locations[ordinals[open_]] = locations[open_] = ticket.word
-                elif len(open_):
-                    ordinals[open_] = -1
-                return ticket, ordinals, locations
+        with self.lock():
+            ordinals, locations = self._index.enter(words)
+            held = self.board.tickets.held(locations)
+            if passed:
+                held &= ~np.isin(locations, list(passed))
+            open_ = np.flatnonzero((ordinals >= 0) & (locations <= 0) & ~held)
+            ticket = take_ticket(self.file) if len(open_) else None
+            if ticket is not None:
+                self._index.locations[ordinals[open_]] = locations[open_] = ticket.word
+            elif len(open_):
+                ordinals[open_] = -1
+            return ticket, ordinals, locations
 
     @property
     def locations(self) -> Positions:
@@ -288,6 +397,15 @@ class SharedTable:
         if unknown:
             is_row[np.flatnonzero(is_row)[np.isin(numbers, unknown)]] = False
         return is_row
+
+
+def _as_batch(schema: Schema, leaves: Sequence[memoryview]) -> Rows:
+    """A copy of one row, as a batch of one."""
+    copies = [
+        numbers(np.array(data)[None], leaf.stored) for leaf, data in zip(schema.leaves, leaves, strict=True)
+    ]
+    pairs = zip(schema.leaves, copies, strict=True)
+    return Rows(schema, [column.view(1, *leaf.stored_shape) for leaf, column in pairs], 1)
 
 
 def _checksums(rows: Rows, words: Words, positions: Sequence[int]) -> Array:

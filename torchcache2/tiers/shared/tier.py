@@ -8,38 +8,118 @@ nothing alive in it uses. `drop` affects all processes.
 Safe under threads, which take turns; under fork, where the child joins as a process of its own; and under
 kills, because unfinished writes are invisible. If a stopped process holds the lock for 10 seconds, this
 process counts a fault, shares no more, and computes what it needs.
+
+A claim is a ticket's number in the place where the row's location will be. It ends when the row is published,
+or when the call returns its ticket: one write ends all claims under that ticket.
 """
 
 from __future__ import annotations
 
 import os
+import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 
-from torchcache2.core.keys import Flags, Keys
+from torchcache2.core.keys import Flags, Keys, Positions
 from torchcache2.core.logs import ToldOnce
 from torchcache2.core.memory import CUDA, Runtime, SpareMemory, to_host, with_ordinary_tensors
 from torchcache2.core.process import ProcessLock
 from torchcache2.core.rows import Rows
 from torchcache2.core.sizes import size_text
 from torchcache2.files.errors import UnserialisableError
-from torchcache2.tiers.base import Found, Make, Tier, TierStats, replicas_of
-from torchcache2.tiers.claims import TierClaim
-from torchcache2.tiers.shared.claims import Claims, SharedClaim
-from torchcache2.tiers.shared.job import Job, leave_soon
-from torchcache2.tiers.shared.lock import LockTimeoutError
-from torchcache2.tiers.shared.peers import compare_later
+from torchcache2.tiers.base import Found, Make, Tally, Tier, TierClaim, TierStats, replicas_of
+from torchcache2.tiers.shared.board import Ticket
+from torchcache2.tiers.shared.job import Job, LockTimeoutError, leave_soon
 from torchcache2.tiers.shared.region import SharingError
-from torchcache2.tiers.shared.tables import Tables
+from torchcache2.tiers.shared.table import SharedTable
+from torchcache2.tiers.shared.tables import Tables, compare_later
 
 _T = TypeVar("_T")
 # Seconds to wait for the lock in `close`. The garbage collector may close many tiers in a thread that already
 # holds the lock: waiting is then futile, and blocks all ranks.
 _AT_CLOSE = 0.01
+_BETWEEN_LOOKS = 0.05  # seconds between checks of the claiming processes
+
+
+class Claims:
+    """The claims of one process.
+
+    Parameters
+    ----------
+    member : int
+        The number of the process on the board.
+    guarded : callable
+        Calls a function, one thread at a time; returns None if the memory is no longer usable.
+    """
+
+    def __init__(self, member: int, guarded: Callable[[Callable[[], Positions]], Positions | None]) -> None:
+        self.member, self.guarded = member, guarded
+        self.tally = Tally()
+        self.thread: Callable[[], int] = threading.get_native_id  # unique over all processes
+
+
+class SharedClaim(TierClaim):
+    """A claim in a table that processes share."""
+
+    pauses = 50e-6, 2e-3
+    _ticket: Ticket | None = None  # `__del__` needs it even if `__init__` was interrupted
+
+    def __init__(self, keys: Keys, table: SharedTable, claims: Claims) -> None:
+        self.tally = claims.tally
+        self._words, self._table, self._claims = keys.words, table, claims
+        self._ordinals = np.full(len(keys), -1)
+        self._passed: frozenset[int] = frozenset()  # held claims of dead or stuck processes
+        self._next_look = 0.0
+
+    def take(self, positions: Positions) -> Positions:  # noqa: D102
+        taken = self._claims.guarded(partial(self._take, positions))
+        return positions if taken is None else taken
+
+    def look(self, positions: Positions) -> tuple[Flags, Flags]:  # noqa: D102
+        tickets, ordinals = self._table.board.tickets, self._ordinals[positions]
+        locations = np.where(ordinals < 0, 0, self._table.locations[ordinals])
+        is_row, now = locations > 0, time.monotonic()
+        is_held = tickets.held(locations)
+        if now > self._next_look and not is_row.all():
+            if self._next_look:  # skip fresh claims
+                self._passed |= set(tickets.hopeless(locations[is_held]))
+            self._next_look = now + _BETWEEN_LOOKS
+        if self._passed:
+            is_held &= ~np.isin(locations, list(self._passed))
+        if not self._table.is_live:
+            is_held[:] = False
+        return is_row, ~is_row & ~is_held
+
+    def release(self) -> None:  # noqa: D102
+        ticket, self._ticket = self._ticket, None
+        if ticket is not None:
+            self._table.board.tickets.give_back(ticket)
+
+    __del__ = release
+
+    def _take(self, positions: Positions) -> Positions:
+        """Claim what is open; returns the positions that this call computes, some perhaps without a claim."""
+        table = self._table
+        words = self._words[positions]
+        ticket, ordinals, locations = table.claim(words, self._take_ticket, self._passed)
+        self._ordinals[positions] = ordinals
+        is_mine = (ordinals < 0) if ticket is None else (ordinals < 0) | (locations == ticket.word)
+        if (locations > 0).any():
+            is_mine |= (locations > 0) & ~table.is_readable(locations)
+        return positions[is_mine]
+
+    def _take_ticket(self, file: int) -> Ticket | None:
+        claims = self._claims
+        return self._table.board.tickets.take(claims.member, claims.thread(), file, self._note)
+
+    def _note(self, ticket: Ticket) -> None:
+        self._ticket = ticket
 
 
 class SharedTier(Tier):
@@ -128,7 +208,7 @@ class SharedTier(Tier):
         return self._guarded(found) or Found([])
 
     def get_one(self, namespace: bytes, low: int, high: int, make: Make) -> Any:
-        """The value of one key's row, if this process has read or written it before."""
+        """The value of one key's row, if this process has the namespace open."""
         with self._lock():
             try:
                 self._catch_up()
@@ -221,14 +301,12 @@ class SharedTier(Tier):
         rows = size = 0
         if not self._closed:
             self._guarded(lambda: None)
-            rows, size = self._job.board.rows, self._job.board.bytes
+            rows, size = self._job.board.rows, self._job.board.nbytes
         return TierStats(rows, size, self._tables.evictions, self._corrupt, self._faults)
 
     def counts(self) -> dict[str, int]:
-        """The tier's counts in `CacheStats`, which calls its evictions ``evictions``."""
-        counts = super().counts()
-        counts["evictions"] = counts.pop(f"{self.name}_evictions")
-        return counts | self._claims.tally.counts()
+        """The tier's counts in `CacheStats`."""
+        return super().counts() | self._claims.tally.counts()
 
     def _guarded(self, function: Callable[[], _T]) -> _T | None:
         """Call a function, one thread at a time; None if it fails, or if this process takes no part."""
@@ -285,7 +363,7 @@ class SharedTier(Tier):
                 more, fits = self._try_to_keep(keys, rows)
                 kept += more
         if not fits:
-            self._job.board.fill()
+            self._job.board.is_full = 1
             if not self._spills:
                 self._told(
                     "full",
