@@ -6,7 +6,6 @@ import random
 import threading
 import time
 
-import numpy as np
 import pytest
 
 from tests.helpers.redis import RedisServer
@@ -29,7 +28,7 @@ class Rank:
         self.near = SharedTier(b"machine %8d" % machine, 10**8, folder=folder)
         self.near._claims.thread = lambda: number + 1  # as if this were not the thread of the others
         self.clients = Clients(Servers.of(server.url), read_timeout=1.0)
-        self.far = RedisClaims(self.clients, self)
+        self.far = RedisClaims(self.clients, self.once_sent)
         self.far.thread = lambda: number
         self.late = False
 
@@ -57,13 +56,12 @@ class Rank:
         keys = keys_of(names)
         self.clients.run([(b"SET", name, b"row") for name in row_names(keys)], keys.words)
 
-    def has(self, keys):
-        """Whether the row of each key waits to be sent."""
-        return np.full(len(keys), self.late)
-
-    def after_rows(self, function):
+    def once_sent(self, keys, function):
         """The thread that sends rows may come later."""
-        threading.Timer(0.005, function).start()
+        if self.late:
+            threading.Timer(0.005, function, [keys]).start()
+        else:
+            function(keys)
 
     def close(self):
         self.near.close()
