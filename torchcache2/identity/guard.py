@@ -291,7 +291,8 @@ def _ends(array: Any) -> bytes:
     if numbers.dtype.hasobject or not numbers.size or not numbers.ndim:
         return b""
     first, last = (numbers[(place,) * (numbers.ndim - 1)] for place in (0, -1))
-    return first[:_ENDS].tobytes() + last[-_ENDS:].tobytes()
+    found: bytes = first[:_ENDS].tobytes() + last[-_ENDS:].tobytes()
+    return found
 
 
 def content(container: Any, most: int = _LARGE) -> tuple[Any, ...]:
