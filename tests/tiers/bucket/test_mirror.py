@@ -589,9 +589,6 @@ def test_a_damaged_object_stays_and_is_told_once(filled, log):
     assert len(warnings_of(log)) == 1 and (place / names[1]).read_bytes() == other
 
 
-@pytest.mark.skipif(
-    not os.environ.get("SOAK"), reason="make soak: beside all other tests, it failed once in 80 runs"
-)
 def test_an_object_that_is_gone_is_no_fault(filled, log):
     objects, path, files = filled
     objects.remove([f"{FOLDER}/{files[0].name}"])

@@ -310,6 +310,7 @@ def _batches(counts: Any) -> int:
 
 
 _ABOUT_TO_WRITE = 1.0  # seconds
+_UNUSED = 0.3  # seconds until an unused namespace is asked for again
 _UNKNOWN = 1 << 62
 _SIZES = 64  # most heads read in one look
 
@@ -345,11 +346,13 @@ class Downloads:
         found: list[Transfer] = []
         if most <= 0 or time.monotonic() < self._not_before:
             return found
-        room, opened = self._budget - used_bytes(contents), 0
+        room, opened, is_unused = self._budget - used_bytes(contents), 0, False
         for one in contents:
             begun = {info.name.removesuffix(PART) for info in one.parts}
             some = [transfer for transfer in absent(one) if transfer not in self._been_here]
-            if some and in_use(self._directory, one.namespace) is not False:
+            if some and in_use(self._directory, one.namespace) is False:
+                is_unused = True
+            elif some:
                 for transfer in sorted(some, key=lambda transfer: transfer.name not in begun):
                     opened += 1
                     size = 0 if transfer.name in begun else self._size(transfer)
@@ -358,6 +361,9 @@ class Downloads:
                         found.append(transfer)
                     if len(found) == most or opened == _SIZES:
                         return found
+        if is_unused and not found:
+            # Asking locks the namespace for a moment. A process that begins to use it then cannot mark it.
+            self._not_before = time.monotonic() + _UNUSED
         return found
 
     def download(self, transfer: Transfer) -> None:
