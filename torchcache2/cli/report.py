@@ -330,7 +330,7 @@ def opened(path: str) -> Iterator[CacheDirectory]:
         return
     with contextlib.ExitStack() as stack:
         try:
-            # Here, a fault is an error, not a warning.
+            # A command reports a fault as an error, where a cache only warns.
             objects = Objects(Bucket.of(path, option="DIR"), ToldOnce(lambda _: False))
             stack.callback(objects.close)
             objects.check()

@@ -194,7 +194,7 @@ class CacheLoader(Keeper):
         return f"<{self._recipe.title} {where}>"
 
 
-# In the key of a cached dataset or module, a loader counts by its prefix and version.
+# If a cached dataset or module refers to a loader, its prefix and version are part of the key.
 setattr(CacheLoader, ADDED_ATTRIBUTE, True)
 setattr(CacheLoader, ORIGINAL_ATTRIBUTE, property(lambda self: self._recipe.identity.namespace))
 

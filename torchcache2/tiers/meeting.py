@@ -149,7 +149,7 @@ def _of_job(fs: FileSystem, job: bytes) -> tuple[str, Descriptor]:
     while True:
         with contextlib.suppress(FileExistsError):
             os.mkdir(top, 0o700)
-        # The last process of the job may delete the folder at any point: then it is made again.
+        # If the last process of the job deletes the folder meanwhile, it is made again.
         with contextlib.suppress(FileNotFoundError):
             if os.lstat(top).st_uid != os.getuid():
                 raise PermissionError(f"{top} belongs to another user")

@@ -183,7 +183,7 @@ class Writer:
                 return
             while self._is_full() and not self._ending and self._is_alive():
                 if not self._ready and not self._writing:
-                    self._close_all()
+                    self.hurry()
                 self._wait()
             if self._ending or not self._is_full():
                 return
@@ -192,7 +192,7 @@ class Writer:
     def flush(self) -> None:
         """Block until all queued rows are written; call without the lock. The calling thread writes, too."""
         with self._lock:
-            self._close_all()
+            self.hurry()
             waiting = self.all()
         while any(pending in waiting for pending in list(self._ready)) and self._write_next():
             pass
@@ -273,7 +273,7 @@ class Writer:
             return math.inf
         if (seals := self._seals()) != self._sealed:
             self._sealed = seals
-            self._close_all()
+            self.hurry()
         return _BETWEEN_LOOKS
 
     def close_old(self) -> float:
@@ -319,7 +319,8 @@ class Writer:
                 self._changed.notify_all()
         return True
 
-    def _close_all(self) -> None:
+    def hurry(self) -> None:
+        """Have the thread write all queued rows now; call with the lock."""
         # One statement: an interrupt between two would leave segments in both, or in neither.
         self._ready, self._open = deque([*self._ready, *self._open.values()]), {}
         self._changed.notify_all()

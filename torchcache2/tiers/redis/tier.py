@@ -52,14 +52,6 @@ class _Pace(Pace):
         """Delays do not grow: nothing is left behind by each sending, as a file would be."""
 
 
-class _Sender(Writer):
-    """A `Writer` that can be told to begin."""
-
-    def hurry(self) -> None:
-        """Send all rows now, in the thread; call with the lock."""
-        self._close_all()
-
-
 class RedisTier(Tier):
     """Rows in Redis servers, each of which keeps a share of them.
 
@@ -115,7 +107,7 @@ class RedisTier(Tier):
         self._lock = ProcessLock(threading.RLock)  # reentrant: the garbage collector may call
         self._dropped = self._signals.drops()
         self._closed = False
-        self._queue: _Sender | None = None
+        self._queue: Writer | None = None
         self._numbers = itertools.count()
         self._where: dict[bytes, dict[bytes, tuple[Pending, int]]] = {}  # unsent rows by namespace and key
         self._after: dict[int, list[Callable[[], None]]] = {}  # by the number of the segment
@@ -248,17 +240,17 @@ class RedisTier(Tier):
         ends = [name[-16:] for page in pages for name in page if len(name) == length]
         return len(set(ends))
 
-    # The queue of this process.
+    # The queue of this process's unsent rows.
 
     def _is_busy_here(self) -> bool:
         """Whether the garbage collector called us from this thread's own work in this tier."""
         return holds(self._lock()) or (self._queue is not None and self._queue.writes_here())
 
-    def _begin(self) -> _Sender:
+    def _begin(self) -> Writer:
         """The queue, empty in a forked process; forgets what others have dropped. Call with the lock."""
         if self._queue is None or self._queue.pid != os.getpid():
             self._where, self._after = {}, {}
-            self._queue = _Sender(
+            self._queue = Writer(
                 self._lock(),
                 self._send,
                 self._sent,
@@ -278,7 +270,7 @@ class RedisTier(Tier):
                 self._drop_unsent(namespace)
         return self._queue
 
-    def _keep(self, keys: Keys, own: OwnRows) -> tuple[int, _Sender]:
+    def _keep(self, keys: Keys, own: OwnRows) -> tuple[int, Writer]:
         """Queue rows that are not queued yet; returns how many, and the queue."""
         with self._lock():
             queue = self._begin()
@@ -341,7 +333,7 @@ class RedisTier(Tier):
         for function in self._after.pop(pending.number, ()):
             function()
 
-    # What the servers get and give.
+    # What is sent to the servers, and read from them.
 
     def _takes(self, schema: Schema) -> bool:
         """Whether rows of a schema can be sent at all."""
