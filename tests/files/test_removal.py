@@ -2,7 +2,9 @@
 
 import errno
 import fcntl
+import importlib
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -172,3 +174,10 @@ def test_a_namespace_is_free_at_whichever_call_its_user_was_killed(make, tmp_pat
         assert strange_files(path) == []
         calls += 1
     assert calls > 5
+
+
+def test_another_system_is_told_that_it_is_not_supported(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    monkeypatch.delitem(sys.modules, "torchcache2.files.filesystem")
+    with pytest.raises(ImportError, match="not on Windows"):
+        importlib.import_module("torchcache2.files.filesystem")

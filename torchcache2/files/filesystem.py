@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
-import resource
 import secrets
 import stat
 import threading
@@ -26,6 +24,12 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from torchcache2.core.process import ProcessLock
 from torchcache2.files.errors import DamagedError
+
+try:
+    import fcntl
+    import resource
+except ImportError:
+    raise ImportError("torchcache2 runs on Linux and other POSIX systems, not on Windows") from None
 
 _SHARE = 8  # of the process's limit: 1/8 for segments, 1/8 for holds
 _LEAST, _MOST = 4, 512
