@@ -302,7 +302,7 @@ class CachedStream(Keeper, IterableDataset[Any]):
             try:
                 while len(raw) < self._batch:
                     raw.append(next(source))
-            except (Exception, StopIteration) as error:  # yield samples before it first
+            except Exception as error:  # yield samples before it first
                 failure = error
             for sample in self._samples(raw):
                 yield sample if transform is None else transform(sample)
