@@ -11,6 +11,7 @@ deletes the server's files, and ends. If the watcher is killed, the system kills
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import select
@@ -21,12 +22,6 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import partial
-
-try:
-    import fcntl
-except ImportError:  # not a POSIX system
-    fcntl = None  # type: ignore[assignment]
-
 
 # Files in a server's folder: its address, the file that its job locks, and its socket.
 FILE, HELD, SOCKET = "server", "held", "socket"
