@@ -29,9 +29,11 @@ from tests.helpers.storage import (
     wait_until,
     warnings_of,
 )
+from torchcache2.files import removal
 from torchcache2.files.directory import FINGERPRINT, MIRROR, TAG, TAG_TEXT, CacheDirectory
 from torchcache2.files.filesystem import ulid
 from torchcache2.files.layout import unpack
+from torchcache2.tiers.bucket import transfers
 from torchcache2.tiers.bucket.mirror import Mirror, MirrorLock
 from torchcache2.tiers.bucket.objects import Objects
 from torchcache2.tiers.bucket.transfers import Transfer, Uploads
@@ -596,6 +598,23 @@ def test_an_object_that_is_gone_is_no_fault(filled, log):
         assert found(disk, names_of([9])) == []
         downloaded(path, 3)
     assert objects.faults == 0 and warnings_of(log) == []
+
+
+def test_an_unused_namespace_is_seldom_asked_for(filled, monkeypatch):
+    objects, path, _ = filled
+    asked, begun = [], time.monotonic()
+
+    def in_use(directory, namespace):
+        asked.append(namespace)
+        return removal.in_use(directory, namespace)
+
+    monkeypatch.setattr(transfers, "in_use", in_use)
+    with mirrored(objects, path):  # looks every 10 ms
+        wait_until(lambda: len(asked) >= 2)
+        time.sleep(0.5)
+        count = len(asked)
+    assert count <= 1 + (time.monotonic() - begun) / 0.3
+    assert len(segments(path)) == 0
 
 
 def test_a_full_disk_gets_segments_when_there_is_room_again(filled, monkeypatch, log):
