@@ -105,6 +105,17 @@ def test_the_first_batch_gets_what_it_needs_and_those_after_it_more_and_more(mak
     assert sizes[0] <= 20_000 and max(sizes) > 20_000 and sizes[-1] == 0
 
 
+def test_whoever_has_fetched_much_gets_all_of_a_segment_at_the_first_visit(make):
+    tier = make()
+    assert found(tier, names_of(0), WIDTH) == names_of(0)
+    before = down(tier)
+    assert found(tier, names_of(1, rows=[3]), WIDTH) == names_of(1, rows=[3])
+    assert down(tier) - before > ROWS * WIDTH * 4
+    before = down(tier)
+    assert found(tier, names_of(1), WIDTH) == names_of(1)
+    assert down(tier) == before
+
+
 def test_neighbours_are_fetched_with_one_request(make):
     tier = make()
     assert found(tier, names_of(9), WIDTH) == []

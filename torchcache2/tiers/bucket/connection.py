@@ -66,8 +66,9 @@ class Connection:
         if "s3" in kind.protocol and options.keys() < inspect.signature(kind.__init__).parameters.keys():
             # A botocore session takes a tenth of a second to read its tables, and has no connection, so
             # forked children may share it. Only s3fs's own options leave the session unchanged.
-            sessions = require("aiobotocore.session", "s3", "a URL")
-            options.setdefault("session", shared.setdefault("session", sessions.AioSession()))
+            if "session" not in shared:
+                shared["session"] = require("aiobotocore.session", "s3", "a URL").AioSession()
+            options.setdefault("session", shared["session"])
         self._fs = kind(**options, skip_instance_cache=True)
         self._fs.retries = 1  # of s3fs: our callers retry, and watch the clock
         self._loop = asyncio.new_event_loop()

@@ -5,10 +5,10 @@ the network once. Until a segment is whole, its blocks are in a sparse file ``<s
 ``<segment>.part.map`` has a byte for each: `_MISSING`, `_HERE`, or `_COMING` while a process fetches it. All
 processes of the machine share both. With the last block, the file is renamed to the segment.
 
-The first visit to a segment fetches just the blocks that it needs, so that a first batch is quick; later
-visits also fetch blocks around them, so that an epoch makes large requests. The mirror fills in the rest when
-no process has read for a moment. If the folder has no room for a segment, its ranges are fetched but not
-kept.
+A process's first batch fetches just the blocks that it needs, so that it is quick. Later ones also fetch the
+missing blocks around them, the more, the more this process has fetched: an epoch makes few, large requests,
+and whoever reads little fetches little. The mirror fills in the rest when no process has read for a moment.
+If the folder has no room for a segment, its ranges are fetched but not kept.
 
 Segments are never locked, and nothing waits for the disk. A race, a kill or a power cut may spoil the content
 of a block; the checksums of its rows show that, and `doubt` has the file fetched anew.
@@ -35,7 +35,7 @@ _BLOCK = 64 << 10  # bytes
 _MISSING, _HERE, _COMING = range(3)
 _GAP = 16 << 10  # unneeded bytes that cost less than another request
 _PIECE = 8 << 20  # bytes of one request; several at once are faster than a long one
-_MOST_AHEAD = 32 << 20  # most unneeded bytes of one fetch
+_AHEAD, _MOST_AHEAD = 4, 64 << 20  # unneeded bytes of a batch: times those fetched before, at most
 _LOOK_EVERY, _READERS_EVERY = 0.005, 0.1  # seconds
 _QUIET = 0.5  # seconds without a read after which the mirror fills segments: readers pause briefly
 _TRIES = 20
@@ -117,6 +117,7 @@ class BucketFolder(FileSystem):
         self._away: dict[str, set[str]] = {}  # segments listed without being here, by folder
         self._asked = os.path.join(directory.path, ASKED)
         self._room, self._scan_at = 0, 0.0
+        self._fetched = 0  # bytes of batches
         self._batch = _Batch()
         self._doubted, self._bad = set[str](), set[str]()
         for name in _OF_FILES_HERE:
@@ -257,7 +258,7 @@ class BucketFolder(FileSystem):
             files[file.path] = file  # the one that was opened last
             ranges.setdefault(file.path, []).append((start, end))
         claimed, others = list[_Range](), list[tuple[_Sparse, int, int]]()
-        left = _MOST_AHEAD
+        left = min(_MOST_AHEAD, _AHEAD * self._fetched)
         for path, file in files.items():
             is_kept = self._attach(file)
             for start, end in _merged(ranges[path]):
@@ -265,9 +266,10 @@ class BucketFolder(FileSystem):
                     claimed.append(_Range(file, start, end, False))
                 elif not file.files.is_whole:
                     some = self._claim(file, start, end, left)
-                    left -= sum(one.end - one.start for one in some)
+                    left -= max(0, _bytes_of(some) - (end - start))
                     claimed += some
                     others.append((file, start, end))
+        self._fetched += _bytes_of(claimed)
         with self.reading() if claimed else contextlib.nullcontext():
             self._fetch(claimed)
         self._await(others)
@@ -426,11 +428,12 @@ class BucketFolder(FileSystem):
     # Fetching blocks.
 
     def _claim(self, file: _Sparse, start: int, end: int, ahead: int) -> list[_Range]:
-        """Claim the missing blocks of a range and, with `ahead`, those around it, to fetch them."""
+        """Claim the missing blocks of a range, and those around it if they have at most `ahead` bytes."""
         states, piece = self._states(file, 0, file.size), _PIECE // _BLOCK
         first, last = start // _BLOCK, -(-end // _BLOCK)
-        if ahead > 0 and _HERE in states:  # not the first visit
-            first, last = first // piece * piece, min(len(states), -(-last // piece) * piece)
+        wide = slice(first // piece * piece, -(-last // piece) * piece)
+        if _BLOCK * states[wide].count(_MISSING) - (end - start) <= ahead:
+            first, last = wide.start, min(len(states), wide.stop)
         claimed = list[_Range]()
         at = states.find(_MISSING, first, last)
         while at >= 0:
@@ -551,6 +554,10 @@ class BucketFolder(FileSystem):
             self._fs.unlock(file)
             return is_locked
         return False
+
+
+def _bytes_of(ranges: Sequence[_Range]) -> int:
+    return sum(one.end - one.start for one in ranges)
 
 
 def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
