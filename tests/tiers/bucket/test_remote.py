@@ -288,6 +288,21 @@ def test_heads_come_in_packs_and_the_others_from_their_segments(place, packed):
     assert found(tier, names_of(*range(40), rows=[7]), WIDTH) == names_of(*range(40), rows=[7])
 
 
+def test_packs_are_fetched_together_as_far_as_they_fit_into_memory(place, monkeypatch):
+    files = place.fill(40)
+    packs = []
+    for some in (files[:15], files[15:30], files[30:]):
+        packs.append(some[-1].with_suffix(".heads"))
+        heads = {file.name: (file.stat().st_size, read_head(FS, str(file))[0]) for file in some}
+        packs[-1].write_bytes(layout.pack(heads))
+    monkeypatch.setattr(source_module, "_MOST_PACKS", sum(pack.stat().st_size for pack in packs[:2]))
+    tier = place.tier()
+    assert tier.has(keys_of(names_of(*range(40)))).all()
+    _, first, second = tier.bucket.objects.reads  # the fingerprint, and no segment
+    names = [[name.rpartition("/")[2] for name, _, _ in read] for read in (first, second)]
+    assert names == [[packs[0].name, packs[1].name], [packs[2].name]]
+
+
 def test_a_pack_with_heads_under_other_names_gives_no_row_for_another(place, packed):
     _, pack = packed
     heads = layout.unpack(pack.read_bytes())

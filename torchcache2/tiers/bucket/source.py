@@ -9,6 +9,7 @@ Safe under threads, under fork, and for any number of processes with one local f
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import json
 import math
@@ -16,7 +17,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 from torch.utils.data import get_worker_info
@@ -44,6 +45,7 @@ from torchcache2.tiers.bucket.transfers import LEAST_PACKED, MOST_PACK
 _RETRY = 2.0  # seconds
 _AT_ONCE = 32  # heads
 _FIRST_READ, _MOST_READ = 16 << 10, 1 << 20  # bytes
+_MOST_PACKS = 2 * MOST_PACK  # bytes that are fetched together
 _MOST_TEXT = 16 << 20
 _MILLISECOND = 1_000_000  # nanoseconds
 LEAST_LIMIT = 1 << 30  # bytes allowed for a row of a bucket, however small the folder is
@@ -139,22 +141,27 @@ class Listing:
 
     def _packed(self, sizes: dict[str, int], packs: Sequence[FileInfo]) -> Iterator[dict[str, bytes]]:
         """The heads of segments that are in packs; a pack's name is that of its last segment."""
-        folder = self._namespace.hex()
-        for info in packs if len(sizes) >= LEAST_PACKED else ():
-            if info.name in self._packs or info.size > MOST_PACK or info.name < min(sizes, default="~"):
-                continue
-            data = self._objects.read([(f"{folder}/{info.name}", 0, info.size)])[0]
-            if data is None:
-                return
-            self._packs.add(info.name)
-            heads = dict[str, bytes]()
-            with contextlib.suppress(DamagedError):  # the rest is read from the segments
-                for name, (size, head) in unpack(data).items():
-                    with contextlib.suppress(DamagedError):
-                        if sizes.get(name) == size:
-                            self._check(head, size)
-                            heads[name] = head
-            yield heads
+        folder, least = self._namespace.hex(), min(sizes, default="~")
+        wanted = [info for info in packs if info.size <= MOST_PACK and info.name not in self._packs]
+        wanted = [info for info in wanted if info.name >= least] if len(sizes) >= LEAST_PACKED else []
+        while wanted:
+            count = bisect.bisect(list(accumulate(info.size for info in wanted)), _MOST_PACKS)
+            some, wanted = wanted[:count], wanted[count:]
+            found = self._objects.read([(f"{folder}/{info.name}", 0, info.size) for info in some])
+            for info, data in zip(some, found, strict=True):
+                if data is not None:
+                    self._packs.add(info.name)
+                    yield self._unpacked(data, sizes)
+
+    def _unpacked(self, data: bytes, sizes: Mapping[str, int]) -> dict[str, bytes]:
+        heads = dict[str, bytes]()
+        with contextlib.suppress(DamagedError):  # the rest is read from the segments
+            for name, (size, head) in unpack(data).items():
+                with contextlib.suppress(DamagedError):
+                    if sizes.get(name) == size:
+                        self._check(head, size)
+                        heads[name] = head
+        return heads
 
     def _alone(self, sizes: dict[str, int]) -> Iterator[dict[str, bytes]]:
         """The heads of segments, read from the bucket or from local segments."""
