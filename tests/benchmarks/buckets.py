@@ -253,7 +253,9 @@ def _opening(report, place):
     place.fs().put(local + "/", f"{place.bucket}/folder", recursive=True)
     with place.serve(local_dir=heads, disk_size="1MB"):
         pass  # the heads are there from now on
-    found = {"heads in local_dir": [], "a local folder": []}
+    found = {"heads in local_dir": [], "a local folder": [], "one listing of the bucket": []}
+    fs = place.fs()
+    (folder,) = [name for name in fs.ls(f"{place.bucket}/folder") if fs.isdir(name)]
     for number in range(OPENINGS):
         progress(f"buckets: opening, {number + 1} of {OPENINGS}")
         for name, options in (
@@ -265,6 +267,8 @@ def _opening(report, place):
             start = time.perf_counter()
             with closing(CachedDataset(None, memory_size=0, **options)):
                 found[name].append(time.perf_counter() - start)
+        fs.invalidate_cache()
+        found["one listing of the bucket"].append(seconds(lambda: fs.ls(folder)))
     medians = {name: statistics.median(taken) for name, taken in found.items()}
     rows = [(name, duration(taken)) for name, taken in medians.items()]
     report.table(f"Opening a dataset of {SEGMENTS:,} segments", ("", "time"), rows)

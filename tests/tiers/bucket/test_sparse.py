@@ -126,6 +126,18 @@ def test_neighbours_are_fetched_with_one_request(make):
     assert len(ranges) == 2 and all(end - start <= 30_000 for _, start, end in ranges)
 
 
+def test_what_is_kept_comes_with_fewer_requests_than_what_is_not(make):
+    counts, names = [], names_of(0, rows=range(0, ROWS, 10))
+    for budget in (0, ROOM):
+        tier = make(budget)
+        assert found(tier, names_of(9), WIDTH) == []
+        asked, read = [], tier.bucket.objects.fetch
+        tier.bucket.objects.fetch = lambda ranges: asked.append(list(ranges)) or read(ranges)  # noqa: B023
+        assert found(tier, names, WIDTH) == names
+        counts.append([len(ranges) for ranges in asked])
+    assert counts == [[4], [1]]
+
+
 @pytest.mark.parametrize("spoiled", ["zeros", "cut", "no map", "another map", "a map alone", "a whole file"])
 def test_what_a_power_cut_has_spoiled_comes_again(make, local, spoiled, log):
     tier = make()

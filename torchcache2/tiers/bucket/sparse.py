@@ -34,6 +34,7 @@ from torchcache2.tiers.bucket.objects import Objects
 _BLOCK = 64 << 10  # bytes
 _MISSING, _HERE, _COMING = range(3)
 _GAP = 16 << 10  # unneeded bytes that cost less than another request
+_KEPT_GAP = 512 << 10  # likewise, if they are kept and may be needed later
 _PIECE = 8 << 20  # bytes of one request; several at once are faster than a long one
 _AHEAD, _MOST_AHEAD = 4, 64 << 20  # unneeded bytes of a batch: times those fetched before, at most
 _LOOK_EVERY, _READERS_EVERY = 0.005, 0.1  # seconds
@@ -261,7 +262,7 @@ class BucketFolder(FileSystem):
         left = min(_MOST_AHEAD, _AHEAD * self._fetched)
         for path, file in files.items():
             is_kept = self._attach(file)
-            for start, end in _merged(ranges[path]):
+            for start, end in _merged(ranges[path], _KEPT_GAP if is_kept else _GAP):
                 if not is_kept:
                     claimed.append(_Range(file, start, end, False))
                 elif not file.files.is_whole:
@@ -560,11 +561,11 @@ def _bytes_of(ranges: Sequence[_Range]) -> int:
     return sum(one.end - one.start for one in ranges)
 
 
-def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges in order, neighbours as one."""
+def _merged(ranges: list[tuple[int, int]], gap: int) -> list[tuple[int, int]]:
+    """Ranges in order, neighbours up to `gap` bytes apart as one."""
     found: list[tuple[int, int]] = []
     for start, end in sorted(ranges):
-        if found and start - found[-1][1] <= _GAP:
+        if found and start - found[-1][1] <= gap:
             found[-1] = found[-1][0], max(end, found[-1][1])
         else:
             found.append((start, end))
