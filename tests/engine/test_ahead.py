@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import gc
 import itertools
 import os
@@ -17,8 +18,10 @@ import torch
 from torch import nn
 from torch.utils import data
 
+from tests.helpers.late import Sends
 from tests.helpers.outputs import frozen, warnings_in
 from torchcache2 import OptionError, torchcache
+from torchcache2.engine import ahead
 from torchcache2.tiers.disk.tier import DiskTier
 
 X, LABELS = torch.arange(320.0).view(40, 8), torch.arange(40)
@@ -155,6 +158,15 @@ def test_rows_are_found_however_the_batch_is_asked_for(net, reads, read):
     assert reads.count("torchcache2 ahead") == 9 and reads.count("MainThread") <= 2 + 9 * (
         read is in_a_larger_batch
     )
+
+
+@pytest.mark.parametrize("read", [lambda net, x: net(x), in_parts, in_a_larger_batch])
+def test_rows_for_an_accelerator_wait_until_the_call_that_uses_them(net, monkeypatch, read):
+    runtime = Sends()
+    monkeypatch.setattr(ahead, "Room", functools.partial(ahead.Room, runtime))
+    assert epoch(net, net.cache_instance.ahead(loader()), read) == LABELS.tolist()
+    assert runtime.log.count("event of aside") == 9
+    assert runtime.log.count("wait of default") >= 9
 
 
 def test_keys_are_made_under_the_modes_of_the_call(net, reads):
