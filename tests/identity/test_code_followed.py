@@ -878,3 +878,55 @@ def test_another_class_of_an_object_is_noticed():
     assert torch.equal(module(X), X * 2)
     module.by.__class__ = Tripling
     assert torch.equal(module(X), X * 3)
+
+
+READING = {
+    "item": "import os\ndef model(x):\n    return x * float(os.environ['SCALE'])\n",
+    "method": "from os import environ\ndef model(x):\n    return x * float(environ.get('SCALE', 1))\n",
+    "function": "from os import getenv as get\ndef model(x):\n    return x * float(get('SCALE', 1))\n",
+    "within": "def model(x):\n    import os\n    return x * float(os.environ['SCALE'])\n",
+    "helper": "import os\ndef read(name):\n    return float(os.environ.get(name) or 1)\n"
+    "def model(x):\n    return x * read('SCALE')\n",
+    "constant": "import os\nNAME = 'SCALE'\ndef read():\n    return os.environ.get(NAME) or 1\n"
+    "def model(x):\n    return x * float(read())\n",
+}
+
+
+@pytest.mark.parametrize("name", READING)
+def test_environment_variables_that_code_reads_count_and_are_noticed(name, project, monkeypatch):
+    for number in range(300):  # of many, each call compares those alone
+        monkeypatch.setenv(f"OTHER_{number}", "1")
+    monkeypatch.setenv("SCALE", "2")
+    cached = torchcache(project({"model.py": READING[name]}).model)
+    assert torch.equal(cached(X), X * 2)
+    first, walks = namespace(cached), cached.cache_instance.keeper.walks
+    assert torch.equal(cached(X), X * 2) and cached.cache_instance.keeper.walks == walks
+    monkeypatch.setenv("SCALE", "3")
+    assert torch.equal(cached(X), X * 3) and namespace(cached) != first
+    assert "environment SCALE" in cached.cache_instance.explain()
+    if name not in ("item", "within"):
+        monkeypatch.delenv("SCALE")
+        assert torch.equal(cached(X), X)
+    monkeypatch.setenv("SCALE", "2")
+    assert torch.equal(cached(X), X * 2) and namespace(cached) == first
+    monkeypatch.setenv("RANK", "7")  # no code names it
+    assert torch.equal(cached(X), X * 2) and namespace(cached) == first
+
+
+def test_environment_variables_may_be_left_out(project, monkeypatch):
+    monkeypatch.setenv("SCALE", "2")
+    cached = torchcache(project({"model.py": READING["item"]}).model, ignore="os.environ.*")
+    before = cached(X)
+    monkeypatch.setenv("SCALE", "3")
+    assert torch.equal(cached(X), before)
+
+
+def test_the_number_of_a_rank_does_not_count(project, monkeypatch):
+    text = "import os\ndef model(x):\n    return x + int(os.environ.get('RANK', 0)) * 0\n"
+    monkeypatch.setenv("RANK", "0")
+    cached = torchcache(project({"model.py": text}).model)
+    cached(X)
+    first = namespace(cached)
+    monkeypatch.setenv("RANK", "1")
+    cached(X)
+    assert namespace(cached) == first
