@@ -6,9 +6,11 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 from torch import nn
 
 from tests.helpers import warm
@@ -878,6 +880,34 @@ def test_another_class_of_an_object_is_noticed():
     assert torch.equal(module(X), X * 2)
     module.by.__class__ = Tripling
     assert torch.equal(module(X), X * 3)
+
+
+USING_C = {
+    "module": "from ext import _xxhash\ndef model(x):\n    return x * _xxhash.xxh32_intdigest(b'')\n",
+    "name": "from ext._xxhash import xxh32_intdigest\ndef model(x):\n    return x * xxh32_intdigest(b'')\n",
+    "package": "import ext._xxhash\ndef model(x):\n    return x * ext._xxhash.xxh32_intdigest(b'')\n",
+    "within": "def model(x):\n    from ext._xxhash import xxh32\n    return x * xxh32(b'').intdigest()\n",
+    "class": "from ext._xxhash import xxh32_intdigest as f\nclass C:\n    __module__ = 'ext._xxhash'\n"
+    "    SCALE = f(b'')\ndef model(x):\n    return x * C().SCALE\n",
+    "attribute": "from torch import nn\nfrom ext import _xxhash\nclass Net(nn.Module):\n"
+    "    def __init__(self):\n        super().__init__()\n        self.f = _xxhash.xxh32_intdigest\n"
+    "    def forward(self, x):\n        return x * self.f(b'')\nmodel = Net()\n",
+}
+
+
+@pytest.mark.parametrize("name", USING_C)
+def test_an_extension_module_of_the_project_counts_by_its_file(name, project, monkeypatch):
+    source = Path(importlib.import_module("xxhash._xxhash").__file__)
+    found = []
+    for version in (b"1", b"1", b"2"):  # bytes after the end of the program change nothing
+        files = {"model.py": USING_C[name], "ext/__init__.py": "", "first.py": ""}
+        folder = Path(project(files, name="first").__file__).parent
+        (folder / "ext" / source.name).write_bytes(source.read_bytes() + version)
+        monkeypatch.delitem(sys.modules, "ext._xxhash", raising=False)
+        cached = torchcache(importlib.import_module("model").model)
+        assert torch.equal(cached(X), X * xxhash.xxh32_intdigest(b""))
+        found.append(namespace(cached))
+    assert found[0] == found[1] != found[2]
 
 
 READING = {

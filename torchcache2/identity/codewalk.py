@@ -326,6 +326,7 @@ class CodeWalk(Encoder):
                     functions = [n for n, one in vars(kind).items() if isinstance(one, types.FunctionType)]
                     self.watch_names(vars(kind), functions)
             elif where == "project":
+                self.extension(sys.modules.get(kind.__module__))
                 self._own_classes.append(kind)
                 parts += [text_bytes(kind.__name__), self._fields(kind)]
             # If a function made the class, its arguments are not in the file.
@@ -558,6 +559,7 @@ class CodeWalk(Encoder):
         inside = value
         while attributes and isinstance(value, types.ModuleType):
             inside, scope, attribute = value, vars(value), attributes.pop(0)
+            self.extension(inside)
             key = f".{attribute}"
             path += key
             if isinstance(value, libraries.OPERATOR_NAMESPACES):
@@ -645,11 +647,19 @@ class CodeWalk(Encoder):
         head = b"M" + text_bytes(public_module(module.__name__))
         if where != "project":
             return head + (self.installed(module, "") if where == "installed" else b"")
+        self.extension(module)
         has_file = getattr(module, "__file__", None) is not None or hasattr(module, "__path__")
         if not has_file or type(module) is not types.ModuleType:  # a class may compute attributes
             return self.unreadable(module, path)
         self._whole[id(module)] = module
         return head
+
+    def extension(self, module: Any) -> None:
+        """Write the file of a project's extension module, once."""
+        if not isinstance(module, types.ModuleType) or self.origins.of(module) != "project":
+            return
+        if data := self._texts.once(sourcecode.extension_digest, module):
+            self.parts[f"extension {module.__name__}"] = data.encode()
 
     def held_module(self, module: types.ModuleType, path: str) -> bytes:
         """Bytes of a Python module that code has as a value, and may pass on."""
