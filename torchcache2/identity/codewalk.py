@@ -326,7 +326,6 @@ class CodeWalk(Encoder):
                     functions = [n for n, one in vars(kind).items() if isinstance(one, types.FunctionType)]
                     self.watch_names(vars(kind), functions)
             elif where == "project":
-                self.extension(sys.modules.get(kind.__module__))
                 self._own_classes.append(kind)
                 parts += [text_bytes(kind.__name__), self._fields(kind)]
             # If a function made the class, its arguments are not in the file.
