@@ -1,12 +1,13 @@
 """The example of shards, as `torchrun` starts it."""
 
+import importlib.util
 import re
 
 import pytest
 
 from tests.helpers.examples import run, torchrun
 
-pytest.importorskip("zarr")  # it comes with the examples
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("zarr") is None, reason="it comes with the examples")
 EPOCH = re.compile(r"^epoch (\d): loss [\d.]+, images read: (\d+) \+ (\d+), [\d.]+ s$", re.MULTILINE)
 SMALL = ("--items", 81, "--epochs", 2)
 
