@@ -432,7 +432,7 @@ def attempt(act, n, folder):
 
     thread = threading.Thread(target=other, daemon=True)
     thread.start()
-    assert is_through.wait(10), f"another thread hangs after an interrupt at {where}"
+    assert is_through.wait(30), f"another thread hangs after an interrupt at {where}"
     # An interrupt of `close` may come before or after it takes effect.
     assert act == "close" or found(tier, range(10, 15)) == list(range(10, 15)), where
     assert faults(tier) == (0, 0), (where, tier.stats())
@@ -642,7 +642,7 @@ codes = []
 for _ in range(int(ARGUMENTS[0])):
     child = fork.Process(target=work)
     child.start()
-    child.join(20)
+    child.join(40)
     codes.append(child.exitcode)
     if child.exitcode is None:
         child.kill()

@@ -236,7 +236,7 @@ def test_a_command_that_is_refused_later_is_a_fault(log):
     some = keys(5)
     with RedisServer(port=True) as server, server.client() as other:
         other.execute_command("ACL", "SETUSER", "cache", "on", f">{PASSWORD}", "~*", "+@all")
-        with connected(f"redis://cache:{PASSWORD}@127.0.0.1:{server.port}", pause=0.02) as clients:
+        with connected(f"redis://cache:{PASSWORD}@127.0.0.1:{server.port}", pause=0.3) as clients:
             put(clients, some)
             other.execute_command("ACL", "SETUSER", "cache", "-set")
             assert "NoPermission" in type(put(clients, some)[0]).__name__

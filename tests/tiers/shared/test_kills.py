@@ -1,12 +1,11 @@
 """Processes that are killed or stopped in the middle of anything: the others go on, and no row is wrong."""
 
-import contextlib
 import os
 import random
 import signal
-from pathlib import Path
 
 from tests.helpers import warm
+from tests.helpers.storage import files_in_memory
 from tests.tiers.shared.scripts import JOINING
 
 STEP = 3 if os.environ.get("SOAK") else 149  # lines between two kills
@@ -181,30 +180,16 @@ time.sleep(60)
 )
 
 
-def files_in_memory(pids):
-    """The files in memory that some processes have open: their inodes, and the bytes that they take."""
-    found = {}
-    for pid in pids:
-        with contextlib.suppress(OSError):  # it has ended
-            for file in Path(f"/proc/{pid}/fd").iterdir():
-                with contextlib.suppress(OSError):
-                    if os.readlink(file).startswith("/memfd:torchcache2"):
-                        found[file.stat().st_ino] = file.stat().st_blocks * 512
-    return found
-
-
 def test_memory_is_back_when_all_are_killed(tmp_path):
     processes = [warm.start(ALL_KILLED, tmp_path) for _ in range(2)]
     for process in processes:
         process.until("\n")
-    held = files_in_memory([process.pid for process in processes])
+    held = files_in_memory(process.pid for process in processes)
     assert sum(held.values()) > 20_000_000
     for process in processes:
         process.send(signal.SIGKILL)
         process.wait()
-    # The system frees such a file when nobody has it any more.
-    others = [name for name in os.listdir("/proc") if name.isdigit()]
-    assert not held.keys() & files_in_memory(others).keys()
+    assert not held.keys() & files_in_memory().keys()
     words = warm.run(
         JOINING + "t = join(); print(*found(t, range(10), 1000), t.stats().bytes)", tmp_path
     ).words
