@@ -607,13 +607,14 @@ def test_the_end_of_a_process_may_come_while_its_workers_live(path):
 
 
 BUSY = """
-import multiprocessing, threading
+import faulthandler, multiprocessing, threading
 
 options = {"max_memory_cache_size": int(ARGUMENTS[1]), "max_persistent_cache_size": "4MB"}
 net = make(**options, persistent=ARGUMENTS[2] == "disk")()
 
 
 def work():
+    faulthandler.dump_traceback_later(30)  # where it hangs
     check(net, range(8))
     check(net, range(5000, 5100))
     net.cache_instance.flush()

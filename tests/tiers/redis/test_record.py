@@ -17,7 +17,7 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 from tests.helpers.outputs import assert_same
-from tests.helpers.storage import CPU, DTYPES, NAMESPACES, keys_of, rows_of
+from tests.helpers.storage import CPU, NAMESPACES, keys_of, rows_of
 from torchcache2.core import sizes
 from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
@@ -80,28 +80,6 @@ def test_a_value_is_readable_alone(records):
         assert torch.equal(output, rows.columns[0][i : i + 1])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_comes_back_bit_by_bit(records, dtype):
-    for shape in [(), (0,), (3,), (2, 3), (70,)]:
-        size = 6 * int(np.prod(shape)) * dtype.itemsize
-        data = torch.randint(0, 2 if dtype == torch.bool else 256, (size,), dtype=torch.uint8)
-        rows = output_rows(data.view(dtype).view(6, *shape), 6)
-        _, output = back(records, keys_of(range(6)), records.encode(keys_of(range(6)), rows))
-        assert output.dtype == dtype and output.shape == (6, *shape)
-        assert torch.equal(output.contiguous().view(-1).view(torch.uint8), data)
-
-
-@pytest.mark.parametrize("form", [torch.channels_last, torch.channels_last_3d], ids=str)
-def test_channels_last_is_kept(records, form):
-    shape = (6, 3, 4, 5) if form is torch.channels_last else (6, 3, 2, 4, 5)
-    image = torch.randn(shape).relu().to(memory_format=form)
-    rows = output_rows({"image": image, "plain": image.contiguous() + 1}, 6)
-    _, output = back(records, keys_of(range(6)), records.encode(keys_of(range(6)), rows))
-    assert torch.equal(output["image"], image) and torch.equal(output["plain"], image + 1)
-    assert output["image"].stride() == image.stride()
-    assert output["plain"].is_contiguous()
-
-
 def test_a_plain_layout_is_not_taken_for_one_that_was_met_before():
     records, image = Records(codec("none")), torch.randn(2, 3, 4, 5)
     keys = keys_of(range(2))
@@ -122,16 +100,6 @@ def test_trees_values_and_rows_without_bytes_come_back(records):
     for output in outputs:
         _, same = back(records, keys_of(range(3)), records.encode(keys_of(range(3)), output_rows(output, 3)))
         assert_same(same, output)
-
-
-def test_stored_dtypes_and_nan_keep_their_bits(records):
-    words = torch.tensor([0x7FC00001, 0x7F800001, -0x400000, 0x7F800000, -0x800000, -0x80000000, 0, 1])
-    output = words.to(torch.int32).view(torch.float32).repeat(4, 8)
-    _, same = back(records, keys_of(range(4)), records.encode(keys_of(range(4)), output_rows(output, 4)))
-    assert torch.equal(same.view(torch.int32), output.view(torch.int32))
-    rows = Rows.from_pytree(output.nan_to_num(), 4, device=CPU, dtype=torch.bfloat16)
-    _, same = back(records, keys_of(range(4)), records.encode(keys_of(range(4)), rows))
-    assert same.dtype == torch.float32 and torch.equal(same, output.nan_to_num().bfloat16().float())
 
 
 def test_schemas_and_codecs_may_be_mixed_in_a_batch():

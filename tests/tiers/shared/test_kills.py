@@ -12,22 +12,6 @@ STEP = 3 if os.environ.get("SOAK") else 149  # lines between two kills
 AT_EACH_LINE = (
     JOINING
     + """
-class Killer:
-    '''Kills this process at a line of the shared tier's code.'''
-
-    def __init__(self, line):
-        self.left = line
-
-    def call(self, frame, event, arg):
-        return self.line if "/tiers/shared/" in frame.f_code.co_filename else None
-
-    def line(self, frame, event, arg):
-        self.left -= 1
-        if self.left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return self.line
-
-
 def work(tier, seed):
     '''Claims, inserts, makes the index and the chunks grow, and publishes.'''
     compute(tier, range(seed, seed + 300), 3)
@@ -35,19 +19,11 @@ def work(tier, seed):
     compute(tier, range(seed + 540, seed + 600), 7)
 
 
-def kill_at(tier, line, seed):
-    def die():
-        sys.settrace(Killer(line).call)
-        work(tier, seed)
-
-    return ended(forked(die))
-
-
 step, offset, seed, killed = int(sys.argv[2]), int(sys.argv[3]), 0, 0
 line = 1 + offset
 tier = join()
 while True:
-    code = kill_at(tier, line, seed)
+    code = killed_at(line, work, tier, seed)
     start = time.monotonic()
     work(tier, seed)
     assert time.monotonic() - start < 10, line
