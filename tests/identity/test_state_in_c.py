@@ -107,13 +107,12 @@ for name, make in ATTRIBUTED.items():
         lambda one: setattr(one, "scale", 9.0),
         lambda one: one.scale,
     )
-for size in (2, 5000):
-    for name, edit in {"a column": edit_column, "an element": edit_element}.items():
-        KINDS[f"{name} of a table of {size} rows"] = (
-            lambda value, size=size: pd.DataFrame({"a": np.arange(size) + value}),
-            edit,
-            lambda one: float(one["a"].iloc[0]),
-        )
+for size, edit in (2, edit_column), (2, edit_element), (5000, edit_element):
+    KINDS[f"{edit.__name__} of {size}"] = (
+        lambda value, size=size: pd.DataFrame({"a": np.arange(size) + value}),
+        edit,
+        lambda one: float(one["a"].iloc[0]),
+    )
 
 
 @pytest.mark.parametrize(("make", "edit", "read"), KINDS.values(), ids=KINDS)

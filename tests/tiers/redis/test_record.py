@@ -102,6 +102,16 @@ def test_trees_values_and_rows_without_bytes_come_back(records):
         assert_same(same, output)
 
 
+def test_stored_dtypes_and_nan_keep_their_bits(records):
+    words = torch.tensor([0x7FC00001, 0x7F800001, -0x400000, 0x7F800000, -0x800000, -0x80000000, 0, 1])
+    output = words.to(torch.int32).view(torch.float32).repeat(4, 8)
+    _, same = back(records, keys_of(range(4)), records.encode(keys_of(range(4)), output_rows(output, 4)))
+    assert torch.equal(same.view(torch.int32), output.view(torch.int32))
+    rows = Rows.from_pytree(output.nan_to_num(), 4, device=CPU, dtype=torch.bfloat16)
+    _, same = back(records, keys_of(range(4)), records.encode(keys_of(range(4)), rows))
+    assert same.dtype == torch.float32 and torch.equal(same, output.nan_to_num().bfloat16().float())
+
+
 def test_schemas_and_codecs_may_be_mixed_in_a_batch():
     keys = keys_of(range(12))
     values = []
