@@ -3,7 +3,6 @@
 import gc
 import os
 import signal
-import time
 
 import pytest
 import torch
