@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.helpers import storage
-from tests.helpers.late import POISON, Late, Streams
+from tests.helpers.late import POISON, Late, Sends, Streams
 from tests.helpers.storage import NAMESPACES, keys_of
 from torchcache2.core.memory import (
     Arriving,
@@ -202,3 +202,17 @@ def test_words_are_no_wider_than_their_place_in_memory_allows():
         rows = torch.frombuffer(memory.numpy(), dtype=torch.uint8, offset=offset, count=64).view(4, 16)
         words = as_words(rows)  # the offset is in the address, not in the tensor
         assert words.dtype == word and torch.equal(words.view(torch.uint8), rows)
+
+
+def test_rows_that_are_sent_arrive_on_the_stream_that_uses_them():
+    runtime, device = Sends(), torch.device("meta")
+    output = {"a": torch.rand(3, 4), "b": torch.arange(3), "c": "text"}
+    rows = Rows.from_pytree(output, 3, device=CPU)
+    arrived = rows.sent(device, runtime)
+    assert runtime.log == ["pinned", "pinned", "event of aside"]
+    assert len(runtime.queue) == 2
+    found = arrived()
+    assert runtime.log[3:] == ["wait of default", "synchronize", "keep", "keep"]
+    back = found.to_pytree(device=CPU)
+    assert torch.equal(back["a"], output["a"]) and torch.equal(back["b"], output["b"])
+    assert back["c"] == "text"

@@ -3,8 +3,11 @@
 import collections
 import copy
 import io
+import time
+from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from PIL import Image
@@ -202,6 +205,66 @@ def test_values_that_look_alike_are_not_the_same(name):
     for value in values:
         function(value)
     assert stats(function).misses == sum(map(len, values))
+
+
+AS_ENTRIES = {
+    "paths": list,
+    "texts": lambda paths: [*map(str, paths)],
+    "array": lambda paths: np.array([*map(str, paths)]),
+    "table": lambda paths: pd.Series([*map(str, paths)]),
+    "dicts": lambda paths: [{"image": path, "caption": "a cat."} for path in paths],
+}
+
+
+@pytest.mark.parametrize("kind", AS_ENTRIES)
+def test_an_entry_that_names_a_file_counts_with_the_state_of_the_file(kind, tmp_path):
+    paths = [tmp_path / f"{number}.txt" for number in range(3)]
+    for path in paths:
+        path.write_text("some text")
+
+    @torchcache(item_args="entries")
+    def lengths(entries):
+        names = [one["image"] if isinstance(one, dict) else one for one in entries]
+        return torch.tensor([Path(name).stat().st_size for name in names])
+
+    entries = AS_ENTRIES[kind](paths)
+    for _ in range(2):
+        assert lengths(entries).tolist() == [9, 9, 9]
+    assert stats(lengths).misses == 3
+    paths[1].write_text("some more text")
+    assert lengths(entries).tolist() == [9, 14, 9]
+    assert stats(lengths).misses == 4
+
+
+def test_a_file_that_all_items_share_counts_with_its_state(tmp_path):
+    path = tmp_path / "scales.txt"
+    path.write_text("2")
+
+    @torchcache
+    def scaled(x, scales=str(path)):
+        return x * float(Path(scales).read_text())
+
+    assert torch.equal(scaled(X), X * 2) and torch.equal(scaled(X, path), X * 2)
+    time.sleep(0.01)  # the size stays
+    path.write_text("3")
+    assert torch.equal(scaled(X), X * 3) and torch.equal(scaled(X, path), X * 3)
+    path.unlink()
+    with pytest.raises(FileNotFoundError):
+        scaled(X)
+
+
+def test_texts_that_name_nothing_are_texts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.d").mkdir()
+    texts = ["", ".", "a.b", "folder.d", "a dog.", "x" * 9000 + ".py", "a\0.py", "\ud800.py"]
+
+    @torchcache(item_args="texts")
+    def lengths(texts):
+        return torch.tensor([[len(text)] for text in texts])
+
+    for _ in range(2):
+        assert lengths(texts).flatten().tolist() == [*map(len, texts)]
+    assert stats(lengths).misses == len(texts)
 
 
 def test_shared_tensors_count_with_their_memory_format():

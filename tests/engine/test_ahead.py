@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import gc
 import itertools
 import os
@@ -17,8 +18,11 @@ import torch
 from torch import nn
 from torch.utils import data
 
+from tests.helpers.late import Sends
 from tests.helpers.outputs import frozen, warnings_in
+from tests.helpers.redis import RedisServer
 from torchcache2 import OptionError, torchcache
+from torchcache2.engine import ahead
 from torchcache2.tiers.disk.tier import DiskTier
 
 X, LABELS = torch.arange(320.0).view(40, 8), torch.arange(40)
@@ -52,14 +56,18 @@ def warm(path, **options):
 def reads(monkeypatch):
     """The names of the threads that have read rows from a disk."""
     found = []
-    get = DiskTier.get
-
-    def noting(tier, keys):
-        found.append(threading.current_thread().name)
-        return get(tier, keys)
-
-    monkeypatch.setattr(DiskTier, "get", noting)
+    monkeypatch.setattr(DiskTier, "get", noting(found, DiskTier.get))
     return found
+
+
+def noting(found, method):
+    """A method that notes in which thread it is called."""
+
+    def call(*args):
+        found.append(threading.current_thread().name)
+        return method(*args)
+
+    return call
 
 
 def loader(size=4, **options):
@@ -155,6 +163,37 @@ def test_rows_are_found_however_the_batch_is_asked_for(net, reads, read):
     assert reads.count("torchcache2 ahead") == 9 and reads.count("MainThread") <= 2 + 9 * (
         read is in_a_larger_batch
     )
+
+
+@pytest.fixture(params=["bucket", "server"])
+def url(request, tmp_path):
+    """That of a bucket, or of a server: both may be far away."""
+    if request.param == "bucket":
+        yield f"file://{tmp_path}/bucket"
+    else:
+        with RedisServer() as server:
+            yield server.url
+
+
+def test_rows_from_far_away_are_read_in_the_thread(url, monkeypatch):
+    warm(url).cache_instance.close()
+    torch.manual_seed(1)
+    net = frozen(torchcache(Net(), persistent_cache_dir=url, max_memory_cache_size=0))
+    found = []
+    monkeypatch.setattr(ahead.Room, "put", noting(found, ahead.Room.put))
+    assert epoch(net, net.cache_instance.ahead(loader())) == LABELS.tolist()
+    assert found == ["torchcache2 ahead"] * 9
+    stats = net.cache_instance.stats()
+    assert (stats.hits, stats.misses, stats.faults) == (40, 0, 0)
+
+
+@pytest.mark.parametrize("read", [lambda net, x: net(x), in_parts, in_a_larger_batch])
+def test_rows_for_an_accelerator_wait_until_the_call_that_uses_them(net, monkeypatch, read):
+    runtime = Sends()
+    monkeypatch.setattr(ahead, "Room", functools.partial(ahead.Room, runtime))
+    assert epoch(net, net.cache_instance.ahead(loader()), read) == LABELS.tolist()
+    assert runtime.log.count("event of aside") == 9
+    assert runtime.log.count("wait of default") >= 9
 
 
 def test_keys_are_made_under_the_modes_of_the_call(net, reads):

@@ -252,6 +252,17 @@ def test_features_get_smaller_than_with_plain_brotli(dtype, size):
         assert len(codec("brotli").encode([part], [lane(dtype)])) < 0.95 * plain(part)
 
 
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_planes_of_many_elements_come_back(width, rotated):
+    # Noise in half of the bytes, which stays raw; with zeros among the elements, and without.
+    words = np.random.default_rng(0).integers(0, 256, (200_000, width)).astype(np.uint8)
+    words[:, width // 2 :] = 0x81
+    for count in (len(words), 1):
+        words[:: len(words) // count] = 0
+        check_round_trip(codec("brotli"), [raw(words)], [Lane(width, rotated)])
+
+
 def test_rows_of_zeros_take_next_to_nothing():
     for name in COMPRESSING:
         assert len(check_round_trip(codec(name), [np.zeros(1 << 20, np.uint8)], [lane(torch.float32)])) < 64

@@ -29,8 +29,8 @@ from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Leaf, Rows, Schema
 from torchcache2.core.values import BARE
 from torchcache2.files import schema as limits_of
+from torchcache2.files.codec import buffer, lane
 from torchcache2.files.codec import codec as codec_of
-from torchcache2.files.codec import lane
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.errors import (
     DamagedError,
@@ -77,7 +77,7 @@ def batches_of(*outputs_and_counts):
 
 def file_of(batches, codec="none", **options):
     encoded = encode(batches, codec_of(codec), **options)
-    data = b"".join([encoded.head, *encoded.data])
+    data = b"".join([encoded.head, *map(buffer, encoded.data)])
     assert encoded.nbytes == len(data)
     return data
 
@@ -462,7 +462,7 @@ def test_a_file_is_whole_under_its_name_and_nothing_else_is_left(tmp_path):
     encoded = encode(batches_of((torch.arange(6.0).view(3, 2), 3)), codec_of("none"))
     write(FS, str(tmp_path), "a.safetensors", encoded)
     assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
-    assert (tmp_path / "a.safetensors").read_bytes() == b"".join([encoded.head, *encoded.data])
+    assert (tmp_path / "a.safetensors").read_bytes() == b"".join([encoded.head, *map(buffer, encoded.data)])
 
 
 def test_names_are_ulids_that_sort_by_time():
@@ -1234,6 +1234,22 @@ def test_a_row_that_was_made_to_explode_takes_memory_for_itself_alone(tmp_path):
     assert tracemalloc.get_traced_memory()[1] < 4 * size
     tracemalloc.stop()
     assert harmless(tmp_path / "b", file) is TooLargeError
+
+
+def test_a_large_row_is_written_without_a_second_copy_of_it(tmp_path):
+    row = torch.randn(1, 10_000_000, generator=torch.Generator().manual_seed(0))
+    batches = batches_of((row, 1))
+    tracemalloc.start()
+    encoded = encode(batches, codec_of("brotli"))
+    assert encoded.layout.codec == "brotli"
+    write(FS, str(tmp_path), "a.safetensors", encoded)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 0.7 * row.nbytes
+    segment = opened(tmp_path / "a.safetensors")
+    columns = empty_columns(segment.layout.schema, 1)
+    assert segment.read(np.array([0]), columns, np.array([0]))
+    assert columns[0].tobytes() == raw(row)
 
 
 def test_a_check_of_everything_holds_a_few_rows_at_a_time(tmp_path):

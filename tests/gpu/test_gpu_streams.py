@@ -100,6 +100,22 @@ def test_batches_that_are_still_being_made_on_a_side_stream(place, device):
     assert hits(cached) > 0 and not bypasses(cached)
 
 
+def test_rows_that_are_read_ahead_are_there_when_the_call_begins(device, tmp_path):
+    plain = frozen(Encoder().to(device))
+    options = {"persistent_cache_dir": tmp_path, "max_memory_cache_size": 0}
+    cached = torchcache(copy.deepcopy(plain), **options)
+    pool = torch.randn(320, 512, device="cpu")
+    cached.cache_instance.warmup(pool.split(32), inputs=lambda x: x.to(device))
+    cached.cache_instance.flush()
+    misses_before = misses(cached)
+    for _ in range(2):
+        for x in cached.cache_instance.ahead(pool.split(32), inputs=lambda x: x.to(device)):
+            torch.cuda._sleep(20_000_000)  # this stream is busy, and rows arrive beside it
+            output = cached(x.to(device))
+            assert_same(output, plain(x.to(device)))
+    assert misses(cached) == misses_before and not bypasses(cached)
+
+
 if torch.cuda.device_count() > 1:
 
     def test_two_devices(device):

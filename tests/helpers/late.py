@@ -71,3 +71,26 @@ class Streams(Late):
 
     def current(self, device):
         return contextlib.nullcontext()
+
+
+class Sends(Streams):
+    """Copies to a device, too, arrive when a stream waits for them."""
+
+    def send(self, tensor, device):
+        sent, source = self.pinned(tensor.shape, tensor.dtype), tensor.clone()
+        self.queue.append((sent, lambda: source))
+        return sent
+
+    @contextlib.contextmanager
+    def aside(self, device):
+        before, self.current_stream = self.current_stream, "aside"
+        yield
+        self.current_stream = before
+
+    def event(self, device):
+        self.log.append(f"event of {self.current_stream}")
+        return Event(self, list(self.queue))
+
+    def wait(self, event, device):
+        self.log.append(f"wait of {self.current_stream}")
+        event.synchronize()

@@ -6,9 +6,11 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 from torch import nn
 
 from tests.helpers import warm
@@ -878,3 +880,83 @@ def test_another_class_of_an_object_is_noticed():
     assert torch.equal(module(X), X * 2)
     module.by.__class__ = Tripling
     assert torch.equal(module(X), X * 3)
+
+
+USING_C = {
+    "module": "from ext import _xxhash\ndef model(x):\n    return x * _xxhash.xxh32_intdigest(b'')\n",
+    "name": "from ext._xxhash import xxh32_intdigest\ndef model(x):\n    return x * xxh32_intdigest(b'')\n",
+    "package": "import ext._xxhash\ndef model(x):\n    return x * ext._xxhash.xxh32_intdigest(b'')\n",
+    "within": "def model(x):\n    from ext._xxhash import xxh32\n    return x * xxh32(b'').intdigest()\n",
+    "class": "from ext._xxhash import xxh32_intdigest as f\nclass C:\n    __module__ = 'ext._xxhash'\n"
+    "    SCALE = f(b'')\ndef model(x):\n    return x * C().SCALE\n",
+    "attribute": "from torch import nn\nfrom ext import _xxhash\nclass Net(nn.Module):\n"
+    "    def __init__(self):\n        super().__init__()\n        self.f = _xxhash.xxh32_intdigest\n"
+    "    def forward(self, x):\n        return x * self.f(b'')\nmodel = Net()\n",
+}
+
+
+@pytest.mark.parametrize("name", USING_C)
+def test_an_extension_module_of_the_project_counts_by_its_file(name, project, monkeypatch):
+    source = Path(importlib.import_module("xxhash._xxhash").__file__)
+    found = []
+    for version in (b"1", b"1", b"2"):  # bytes after the end of the program change nothing
+        files = {"model.py": USING_C[name], "ext/__init__.py": "", "first.py": ""}
+        folder = Path(project(files, name="first").__file__).parent
+        (folder / "ext" / source.name).write_bytes(source.read_bytes() + version)
+        monkeypatch.delitem(sys.modules, "ext._xxhash", raising=False)
+        cached = torchcache(importlib.import_module("model").model)
+        assert torch.equal(cached(X), X * xxhash.xxh32_intdigest(b""))
+        found.append(namespace(cached))
+    assert found[0] == found[1] != found[2]
+
+
+READING = {
+    "item": "import os\ndef model(x):\n    return x * float(os.environ['SCALE'])\n",
+    "method": "from os import environ\ndef model(x):\n    return x * float(environ.get('SCALE', 1))\n",
+    "function": "from os import getenv as get\ndef model(x):\n    return x * float(get('SCALE', 1))\n",
+    "within": "def model(x):\n    import os\n    return x * float(os.environ['SCALE'])\n",
+    "helper": "import os\ndef read(name):\n    return float(os.environ.get(name) or 1)\n"
+    "def model(x):\n    return x * read('SCALE')\n",
+    "constant": "import os\nNAME = 'SCALE'\ndef read():\n    return os.environ.get(NAME) or 1\n"
+    "def model(x):\n    return x * float(read())\n",
+}
+
+
+@pytest.mark.parametrize("name", READING)
+def test_environment_variables_that_code_reads_count_and_are_noticed(name, project, monkeypatch):
+    for number in range(300):  # of many, each call compares those alone
+        monkeypatch.setenv(f"OTHER_{number}", "1")
+    monkeypatch.setenv("SCALE", "2")
+    cached = torchcache(project({"model.py": READING[name]}).model)
+    assert torch.equal(cached(X), X * 2)
+    first, walks = namespace(cached), cached.cache_instance.keeper.walks
+    assert torch.equal(cached(X), X * 2) and cached.cache_instance.keeper.walks == walks
+    monkeypatch.setenv("SCALE", "3")
+    assert torch.equal(cached(X), X * 3) and namespace(cached) != first
+    assert "environment SCALE" in cached.cache_instance.explain()
+    if name not in ("item", "within"):
+        monkeypatch.delenv("SCALE")
+        assert torch.equal(cached(X), X)
+    monkeypatch.setenv("SCALE", "2")
+    assert torch.equal(cached(X), X * 2) and namespace(cached) == first
+    monkeypatch.setenv("RANK", "7")  # no code names it
+    assert torch.equal(cached(X), X * 2) and namespace(cached) == first
+
+
+def test_environment_variables_may_be_left_out(project, monkeypatch):
+    monkeypatch.setenv("SCALE", "2")
+    cached = torchcache(project({"model.py": READING["item"]}).model, ignore="os.environ.*")
+    before = cached(X)
+    monkeypatch.setenv("SCALE", "3")
+    assert torch.equal(cached(X), before)
+
+
+def test_the_number_of_a_rank_does_not_count(project, monkeypatch):
+    text = "import os\ndef model(x):\n    return x + int(os.environ.get('RANK', 0)) * 0\n"
+    monkeypatch.setenv("RANK", "0")
+    cached = torchcache(project({"model.py": text}).model)
+    cached(X)
+    first = namespace(cached)
+    monkeypatch.setenv("RANK", "1")
+    cached(X)
+    assert namespace(cached) == first

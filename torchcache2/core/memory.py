@@ -46,7 +46,7 @@ class Runtime:
             target.copy_(source, non_blocking=True)
 
     def send(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """Copy a small tensor from the host to a device, without waiting for the device's earlier work."""
+        """Copy a tensor from the host to a device, without waiting for the device's earlier work."""
         if tensor.device.type != "cpu" or not self.has_streams(device):
             return tensor.to(device)
         pinned = self.pinned(tensor.shape, tensor.dtype).copy_(tensor)
@@ -63,6 +63,10 @@ class Runtime:
     def current(self, device: torch.device) -> AbstractContextManager[Any]:
         """A context in which a device is the current one."""
         return torch.cuda.device(device) if self.has_streams(device) else nullcontext()
+
+    def aside(self, device: torch.device) -> AbstractContextManager[Any]:
+        """A context whose work on the device goes on beside that of other streams."""
+        return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
     def event(self, device: torch.device) -> Any:
         """An event that passes once all work so far on the device's current stream is done."""
@@ -114,6 +118,23 @@ class Arriving:
             event.synchronize()
         self._events, self._sources = [], []
         return self._tensors
+
+
+class Sending:
+    """Tensors of the host being copied to a device with streams, beside what is computed there."""
+
+    def __init__(self, tensors: Sequence[Tensor], device: torch.device, runtime: Runtime = CUDA) -> None:
+        self._device, self._runtime = device, runtime
+        with runtime.aside(device):
+            self._sent = [runtime.send(tensor, device) for tensor in tensors]
+            self._event = runtime.event(device)
+
+    def wait(self) -> list[Tensor]:
+        """The tensors on the device, for use on its current stream, which waits for them."""
+        self._runtime.wait(self._event, self._device)
+        for tensor in self._sent:
+            self._runtime.keep_for_stream(tensor)
+        return self._sent
 
 
 def to_host(tensors: Sequence[Tensor], runtime: Runtime = CUDA) -> list[Tensor]:

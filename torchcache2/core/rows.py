@@ -19,6 +19,9 @@ from torch import Tensor
 from torchcache2.core.errors import OutputError, hint
 from torchcache2.core.keys import Positions
 from torchcache2.core.memory import (
+    CUDA,
+    Runtime,
+    Sending,
     as_bytes,
     as_words,
     empty_rows,
@@ -235,6 +238,22 @@ class Rows:
         places = sent(positions, [column.device for column in self.columns])
         picked = [select(column, places[column.device]) for column in self.columns]
         return Rows(self.schema, picked, len(positions))
+
+    def sent(self, device: torch.device, runtime: Runtime = CUDA) -> Callable[[], Rows]:
+        """Start to copy the rows to where an output on `device` needs them, beside what is computed there.
+
+        Returns what makes them wait for that on the current stream.
+        """
+        places = [leaf.place(device) if leaf.kind == "tensor" else _HOST for leaf in self.schema.leaves]
+        pairs = zip(places, self.columns, strict=True)
+        which = [i for i, (place, column) in enumerate(pairs) if place == device != column.device]
+        sending = Sending([self.columns[i] for i in which], device, runtime)
+
+        def arrived() -> Rows:
+            columns = dict(enumerate(self.columns)) | dict(zip(which, sending.wait(), strict=True))
+            return Rows(self.schema, list(columns.values()), self.count)
+
+        return arrived
 
     def laid_out_as(self, schema: Schema) -> Rows:
         """The same rows in the layout of an equal schema."""

@@ -494,9 +494,6 @@ class ModuleCache:
         keys = known.keys(seen.namespace, call)
         if not keeper.holds():  # bytes of weights that arrived with the keys show an edit
             return self._computation(root, forward, args, kwargs)
-        for loop in [*self._loops]:  # now the next calls' form is known
-            read = functools.partial(self.engine.tiers.read_ahead, self.engine.tiers.tiers)
-            loop.bring(functools.partial(self._keys_of, seen.namespace), read)
         is_alike = len(self._calls) > 0 and self._calls[-1].group == keys.group
         self._calls.append(self._calls[-1] if is_alike else CallSeen.of(keys, call))
         if known.random and known.random.reason(context := known.context(seen.namespace, call)):
@@ -508,7 +505,13 @@ class ModuleCache:
             checks = CallChecks(
                 self._probes, kind, keys, functools.partial(may_check, known, root, call, seen)
             )
-        return Computation(known, call, keys, forward, root, seen, checks, self.description, self.refresh)
+        described = self.description
+        computation = Computation(known, call, keys, forward, root, seen, checks, described, self.refresh)
+        for loop in [*self._loops]:  # now the next calls' form is known
+            tiers = self.engine.tiers
+            read = functools.partial(tiers.read_ahead, tiers.tiers, computation.device)
+            loop.bring(functools.partial(self._keys_of, seen.namespace), read)
+        return computation
 
     def _cached(self, computation: Computation, start: float) -> Any:
         keys, checks = computation.keys, computation.checks

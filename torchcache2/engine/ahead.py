@@ -9,6 +9,7 @@ change of weights, only costs the time of reading.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import queue
 import threading
@@ -19,10 +20,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from torchcache2.core.keys import Keys
+from torchcache2.core.keys import Keys, Positions
 from torchcache2.core.logs import logger
+from torchcache2.core.memory import CUDA, Runtime
 from torchcache2.core.process import ProcessLock, before_pools_end
-from torchcache2.core.rows import Parts
+from torchcache2.core.rows import Parts, Rows
 
 _MOST_UNUSED = 4  # consecutive unused batches, besides those read together, after which to stop
 _LOOK_EVERY = 1.0  # seconds between checks that the thread is alive
@@ -44,32 +46,39 @@ class _Batch:
 class Room:
     """Rows of coming batches, by key. Thread-safe.
 
-    A look-up of a whole batch gets its rows without a copy.
+    A look-up of a whole batch gets its rows without a copy. On a GPU, rows are on their way to the call's
+    device, on a stream of their own, beside the steps before it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, runtime: Runtime = CUDA) -> None:
         self._lock = ProcessLock()
-        self._batches: dict[_Batch, tuple[Keys, Parts]] = {}
+        self._batches: dict[_Batch, tuple[Keys, Callable[[], Parts]]] = {}
         self._used: set[_Batch] = set()
+        self._runtime = runtime
 
-    def put(self, batch: _Batch, keys: Keys, parts: Parts) -> None:
-        """Keep the rows of a batch until it is over."""
+    def put(self, batch: _Batch, keys: Keys, parts: Parts, device: torch.device) -> None:
+        """Keep the rows of a batch, for a call on `device`, until the batch is over."""
+        arrived: Callable[[], Parts] = functools.partial(list, parts)
+        if self._runtime.has_streams(device):
+            with contextlib.suppress(torch.cuda.OutOfMemoryError):  # the call copies them then
+                sent = [(positions, rows.sent(device, self._runtime)) for positions, rows in parts]
+                arrived = functools.partial(_arrived, sent)
         with self._lock():
             if parts and not batch.is_over:
-                self._batches[batch] = keys, parts
+                self._batches[batch] = keys, arrived
 
     def get(self, keys: Keys, *, whole: bool) -> Parts:
         """Rows of these keys from one batch; with `whole`, only from a batch of exactly these keys."""
         with self._lock():
-            for batch, (brought, parts) in self._batches.items():
+            for batch, (brought, arrived) in self._batches.items():
                 if brought.namespace != keys.namespace:
                     continue
-                if not whole and (found := _among(keys, brought, parts)):
+                if not whole and (found := _among(keys, brought, arrived())):
                     self._used.add(batch)
                     return found
                 if whole and np.array_equal(brought.data, keys.data):
                     del self._batches[batch]
-                    return parts
+                    return arrived()
         return []
 
     def drop(self, namespace: bytes) -> None:
@@ -84,6 +93,10 @@ class Room:
             was_used = batch in self._used
             self._used.discard(batch)
             return self._batches.pop(batch, None) is not None and not was_used
+
+
+def _arrived(sent: Sequence[tuple[Positions, Callable[[], Rows]]]) -> Parts:
+    return [(positions, rows()) for positions, rows in sent]
 
 
 def _among(keys: Keys, brought: Keys, parts: Parts) -> Parts:

@@ -157,14 +157,16 @@ class TierStack:
         """The parts that `get` merges, by tier."""
         return self._found(self.tiers, keys)
 
-    def read_ahead(self, tiers: Sequence[Tier], keys: Keys, room: Room, batch: Any) -> None:
-        """Read the rows of a coming batch into a room, unless memory has all of them.
+    def read_ahead(
+        self, tiers: Sequence[Tier], device: torch.device, keys: Keys, room: Room, batch: Any
+    ) -> None:
+        """Read the rows of a coming batch for a call on `device` into a room, unless memory has all of them.
 
         The caller passes `tiers`, since after the last cache is closed the property would make new ones.
         """
         before = self._last_drop(keys.namespace)
         if len(tiers) > 1 and not tiers[0].has(keys).all():
-            room.put(batch, keys, merged(list(chain.from_iterable(self._found(tiers, keys)))))
+            room.put(batch, keys, merged(list(chain.from_iterable(self._found(tiers, keys)))), device)
             if self._last_drop(keys.namespace) != before:
                 room.drop(keys.namespace)
 

@@ -8,9 +8,10 @@ stream whatever its leaves are. Checksums are not the codec's task: a changed bl
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import brotli  # type: ignore[import-untyped]
 import numpy as np
@@ -73,9 +74,36 @@ def _groups(lanes: Sequence[Lane], sizes: Sequence[int]) -> list[_Group]:
     return [_Group(split, leaves, sum(sizes[leaf] for leaf in leaves)) for split, leaves in found.items()]
 
 
-# The pieces to compress, by lane and number.
-_Pieces = list[tuple[int, Bytes]]  # numbered pieces
-Plan = frozenset[tuple[Lane, int]]
+@dataclasses.dataclass(frozen=True)
+class Plane:
+    """A byte plane of many elements, made when it is needed: all planes take as much memory as the elements.
+
+    The lowest plane has number 0.
+    """
+
+    words: Array
+    rotated: bool
+    number: int
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def make(self) -> Bytes:
+        """The bytes of the plane."""
+        shift = 8 * self.number - self.rotated
+        made = np.empty(len(self), np.uint8)
+        for start in range(0, len(self), _AT_ONCE):
+            some = self.words[start : start + _AT_ONCE]
+            if shift < 0:
+                some = (some << 1) | (some >> (8 * some.itemsize - 1))
+            elif shift:
+                some = some >> shift
+            made[start : start + len(some)] = some
+        return made
+
+
+Piece = bytes | Bytes | Plane
+Plan = frozenset[tuple[Lane, int]]  # the pieces to compress, by lane and number
 
 
 class Codec:
@@ -91,9 +119,15 @@ class Codec:
         return frozenset()
 
     def encode(self, parts: Sequence[Bytes], lanes: Sequence[Lane], plan: Plan | None = None) -> bytes:
-        """The block of these parts; `ValueError` if a lane's parts have 2 GiB or more.
+        """The block of these parts, as one; see `pieces`."""
+        return b"".join(map(buffer, self.pieces(parts, lanes, plan)))
 
-        The `plan` saves trying what compresses well; decoding does not need it.
+    def pieces(
+        self, parts: Sequence[Bytes], lanes: Sequence[Lane], plan: Plan | None = None
+    ) -> Sequence[Piece]:
+        """The block of these parts, in pieces; `ValueError` if a lane's parts have 2 GiB or more.
+
+        The `plan` saves trying what compresses well; decoding does not need it. Pieces may be views of parts.
         """
         raise NotImplementedError
 
@@ -117,9 +151,11 @@ class Plain(Codec):
 
     name = "none"
 
-    def encode(self, parts: Sequence[Bytes], lanes: Sequence[Lane], plan: Plan | None = None) -> bytes:
-        """The bytes of the parts, one after another."""
-        return b"".join(part.data for part in parts)
+    def pieces(
+        self, parts: Sequence[Bytes], lanes: Sequence[Lane], plan: Plan | None = None
+    ) -> Sequence[Piece]:
+        """The parts."""
+        return parts
 
     def decode_all(
         self, blocks: Sequence[bytes | memoryview], outs: Sequence[Bytes2D], lanes: Sequence[Lane]
@@ -133,6 +169,13 @@ class Plain(Codec):
             for out in outs:
                 out[i] = data[at : at + out.shape[1]]
                 at += out.shape[1]
+
+
+def buffer(piece: Piece) -> memoryview:
+    """The bytes of a piece."""
+    if isinstance(piece, bytes):
+        return memoryview(piece)
+    return (piece.make() if isinstance(piece, Plane) else piece).data
 
 
 def _joined(parts: Sequence[Bytes], group: _Group) -> Bytes:
@@ -185,36 +228,37 @@ class Brotli(Codec):
         sizes: dict[tuple[Lane, int], tuple[int, int]] = {}
         for parts in blocks:
             for split, _, pieces in _pieces(parts, lanes):
-                for piece, data in pieces:
-                    packed = brotli.compress(data.data, quality=self._quality, lgwin=_WINDOW)
-                    before, after = sizes.get((split, piece), (0, 0))
-                    sizes[split, piece] = before + len(data), after + len(packed)
+                for number, piece in pieces:
+                    packed = brotli.compress(buffer(piece), quality=self._quality, lgwin=_WINDOW)
+                    before, after = sizes.get((split, number), (0, 0))
+                    sizes[split, number] = before + len(piece), after + len(packed)
         return frozenset(one for one, (before, after) in sizes.items() if after <= _WORTH_BROTLI * before)
 
-    def encode(self, parts: Sequence[Bytes], lanes: Sequence[Lane], plan: Plan | None = None) -> bytes:
+    def pieces(
+        self, parts: Sequence[Bytes], lanes: Sequence[Lane], plan: Plan | None = None
+    ) -> Sequence[Piece]:
         """Heads, raw pieces, and the stream of the others."""
         if plan is None:
             plan = self.plan([parts], lanes)
-        heads: list[Any] = []
-        raw: list[Any] = []
-        packed: list[Bytes] = []
+        heads, stream = [], []
+        raw: list[Piece] = []
+        compressor = None
         for split, full, pieces in _pieces(parts, lanes):
             flags = 0
-            for piece, data in pieces:
-                if (split, piece) in plan and len(data):
-                    packed.append(data)
-                    flags |= 1 << piece
+            for number, piece in pieces:
+                if (split, number) in plan and len(piece):
+                    if compressor is None:
+                        compressor = brotli.Compressor(quality=self._quality, lgwin=_WINDOW)
+                    else:  # each plane has its own statistics, so give it its own meta-blocks
+                        stream.append(compressor.flush())
+                    stream.append(compressor.process(buffer(piece)))
+                    flags |= 1 << number
                 else:
-                    raw.append(data.data)
+                    raw.append(piece)
             heads.append(_HEAD.pack(full, flags))
-        stream = []
-        if packed:
-            compressor = brotli.Compressor(quality=self._quality, lgwin=_WINDOW)
-            for i, data in enumerate(packed):
-                # Each plane has its own statistics, so give it its own meta-blocks.
-                stream += [compressor.flush() if i else b"", compressor.process(data.data)]
+        if compressor is not None:
             stream.append(compressor.finish())
-        return b"".join([*heads, *raw, *stream])
+        return [b"".join(heads), *raw, *stream]
 
     def decode_all(
         self, blocks: Sequence[bytes | memoryview], outs: Sequence[Bytes2D], lanes: Sequence[Lane]
@@ -262,12 +306,14 @@ def _stream(data: memoryview, spans: _Spans) -> memoryview:
     return _decompressed(data[spans.raw_end :], spans.packed) if spans.packed else data[:0]
 
 
-def _pieces(parts: Sequence[Bytes], lanes: Sequence[Lane]) -> Iterator[tuple[Lane, int, _Pieces]]:
+def _pieces(
+    parts: Sequence[Bytes], lanes: Sequence[Lane]
+) -> Iterator[tuple[Lane, int, list[tuple[int, Piece]]]]:
     """For each group its lane, number of nonzero elements or `_NO_BITMAP`, and numbered pieces."""
     for group in _groups(lanes, [len(part) for part in parts]):
         width, rotated = group.lane
         words: Array = _joined(parts, group).view(_WORDS[width])
-        pieces: _Pieces = []
+        pieces: list[tuple[int, Piece]] = []
         full = int(np.count_nonzero(words))
         if len(words) - full > _ZEROS_WORTH_A_BITMAP * len(words):
             nonzero = words != 0
@@ -275,13 +321,12 @@ def _pieces(parts: Sequence[Bytes], lanes: Sequence[Lane]) -> Iterator[tuple[Lan
             pieces.append((_BITMAP, np.packbits(nonzero, bitorder="little")))
         else:
             full = _NO_BITMAP
-        planes = np.empty((width, len(words)), np.uint8)
-        for start in range(0, len(words), _AT_ONCE):
-            some = words[start : start + _AT_ONCE]
+        if len(words) > _AT_ONCE:
+            pieces += [(number, Plane(words, rotated, number)) for number in range(width)]
+        else:
             if rotated:
-                some = (some << 1) | (some >> (8 * width - 1))
-            planes[:, start : start + len(some)] = some.view(np.uint8).reshape(-1, width).T
-        pieces += enumerate(planes)
+                words = (words << 1) | (words >> (8 * width - 1))
+            pieces += enumerate(np.ascontiguousarray(words.view(np.uint8).reshape(-1, width).T))
         yield group.lane, full, pieces
 
 
@@ -394,9 +439,12 @@ class Blosc2(Codec):
         self._library = require("blosc2", "blosc2", "compression='blosc2'")
         self._level = level
 
-    def encode(self, parts: Sequence[Bytes], lanes: Sequence[Lane], plan: Plan | None = None) -> bytes:
+    def pieces(
+        self, parts: Sequence[Bytes], lanes: Sequence[Lane], plan: Plan | None = None
+    ) -> Sequence[Piece]:
         """A chunk for each group."""
-        library, pieces = self._library, []
+        library = self._library
+        pieces: list[Piece] = []
         for group in _groups(lanes, [len(part) for part in parts]):
             data = _joined(parts, group)
             chunk = library.compress2(
@@ -411,8 +459,8 @@ class Blosc2(Codec):
             if len(chunk) < len(data):
                 pieces += [_U32.pack(len(chunk)), chunk]
             else:
-                pieces += [_U32.pack(len(data) | _RAW), data.data]
-        return b"".join(pieces)
+                pieces += [_U32.pack(len(data) | _RAW), data]
+        return pieces
 
     def decode_all(
         self, blocks: Sequence[bytes | memoryview], outs: Sequence[Bytes2D], lanes: Sequence[Lane]

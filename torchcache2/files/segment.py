@@ -9,7 +9,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from torchcache2.core.memory import as_bytes, empty_bytes, moved
 from torchcache2.core.rows import Rows, Schema
 from torchcache2.core.sizes import check_room
 from torchcache2.files import codec as codecs
-from torchcache2.files.codec import MOST_PART, Codec, lane
+from torchcache2.files.codec import MOST_PART, Codec, Piece, Plane, buffer, lane
 from torchcache2.files.errors import DamagedError
 from torchcache2.files.filesystem import Descriptor, Descriptors, FileSystem, write_whole
 from torchcache2.files.layout import (
@@ -41,6 +41,7 @@ _SAMPLES = 32
 _SLICE = 1 << 16  # bytes of each leaf
 _LARGE = 2 * _SAMPLES * _SLICE
 _FEW = 4  # blocks; so few are all tried
+_JOINED = 1 << 20  # bytes of a block that is written as one piece
 _CHECKED_AT_ONCE = 8 << 20  # bytes
 _DECODED_AT_ONCE = 1 << 18  # bytes
 _SLOW, _SLOW_PER_BYTE = 50e-6, 1e-9  # seconds; reads from the page cache are faster
@@ -58,7 +59,7 @@ class Encoded:
     layout : Layout
     head : bytes
         Header and index.
-    data : sequence of memoryview
+    data : sequence of Piece
         The bytes of the rows, in file order.
     index : mapping of str to ndarray
         The tensors of `Layout.index`, with their shapes, by name.
@@ -66,7 +67,7 @@ class Encoded:
 
     layout: Layout
     head: bytes
-    data: Sequence[memoryview]
+    data: Sequence[Piece]
     index: dict[str, np.ndarray[Any, Any]]
 
     @property
@@ -97,28 +98,36 @@ def encode(batches: Sequence[Batch], codec: Codec, *, library: str = "") -> Enco
         index["shapes"] = _shapes(schema, schemas, counts)
     per_block = 1 if is_ragged else max(1, BLOCK_BYTES // max(1, schema.row_bytes))
     blocks = _compressed(pieces, per_block, codec, schema) if max(sizes) <= MOST_PART else None
-    data: Sequence[Any]
+    data: Sequence[Piece]
     ends: Array | None = None
     if blocks is not None:
-        data, ends = blocks, np.cumsum([0, *map(len, blocks)], dtype=np.int64)
+        data = [piece for block in blocks for piece in block]
+        ends = np.cumsum([0, *(sum(map(len, block)) for block in blocks)], dtype=np.int64)
         layout = dataclasses.replace(layout, codec=codec.name)
     else:
         # All leaves of a row lie together, so that one call reads it.
         tables = [c[0] if len(c) == 1 else np.concatenate(c, axis=1) if c else np.empty(0) for c in pieces]
-        data = [table.reshape(-1) for table in tables]
+        data = [table.reshape(-1).view(np.uint8) for table in tables]
         if is_ragged:
             ends = np.cumsum([0, *np.repeat(sizes, counts)], dtype=np.int64)
     if ends is not None:
         index["offsets"] = ends
         layout = dataclasses.replace(layout, rows_per_block=per_block, payload_bytes=int(ends[-1]))
     head = layout.header([np.ascontiguousarray(index[name]).tobytes() for name in layout.index])
-    return Encoded(layout, head, [memoryview(block) for block in data], index)
+    return Encoded(layout, head, data, index)
 
 
 def write(fs: FileSystem, folder: str, name: str, encoded: Encoded) -> None:
     """Write a segment's file, which appears whole or not at all."""
-    path, stem = os.path.join(folder, name), os.path.join(folder, "")
-    write_whole(fs, path, [memoryview(encoded.head), *encoded.data], stem=stem, suffix=SEGMENT + TEMPORARY)
+
+    def fill(file: Descriptor, _temporary: str) -> None:
+        end = 0
+        pieces = [encoded.head, *encoded.data]
+        for _, some in groupby(pieces, lambda piece: id(piece) if isinstance(piece, Plane) else 0):
+            end = fs.write_all(file, [*map(buffer, some)], end)
+
+    stem = os.path.join(folder, "")
+    write_whole(fs, os.path.join(folder, name), fill, stem=stem, suffix=SEGMENT + TEMPORARY)
 
 
 def row_checksums(
@@ -182,7 +191,7 @@ def _joined(parts: Sequence[Sequence[Bytes2D]]) -> list[Bytes]:
 
 def _compressed(
     pieces: Sequence[Sequence[Bytes2D]], per_block: int, codec: Codec, schema: Schema
-) -> list[bytes] | None:
+) -> list[Sequence[Piece]] | None:
     """The compressed blocks; None if compression, judged by an evenly spread sample first, does not pay."""
     lanes = [lane(leaf.stored) for leaf in schema.leaves]
     before = sum(column.nbytes for columns in pieces for column in columns)
@@ -193,10 +202,13 @@ def _compressed(
     size = sum(len(part) for parts in sample for part in parts)
     if sum(len(codec.encode(parts, lanes, plan)) for parts in sample) > _HOPELESS * size:
         return None
-    done, size = [], 0
+    done: list[Sequence[Piece]] = []
+    size = 0
     for block in _blocks(pieces, per_block):
-        done.append(codec.encode(block, lanes, plan))
-        size += len(done[-1])
+        some = codec.pieces(block, lanes, plan)
+        more = sum(map(len, some))
+        done.append(some if more > _JOINED else [b"".join(map(buffer, some))])
+        size += more
         if size > before * (1 - _LEAST_SAVED):
             return None
     return done

@@ -12,7 +12,10 @@ import contextlib
 import copy
 import dataclasses
 import inspect
+import os
 import re
+import stat
+import struct
 import sys
 import types
 import weakref
@@ -133,7 +136,7 @@ def _digests(value: Any, path: str, encode: Callable[[Any, str], bytes]) -> Dige
     head, entries = b"", value
     if isinstance(value, np.ndarray):
         head = text_bytes(f"{encoding.dtype_text(value)} {value.shape[1:]}")
-        entries = value.tolist() if value.dtype.hasobject else None
+        entries = value.tolist() if value.dtype.hasobject or value.dtype.kind == "U" else None
     elif (column := _column(value)) is not None:
         head, entries = encode(column.form(value), path), column.entries(value)
     if entries is not None:
@@ -236,8 +239,30 @@ class _ObjectKeepers:
 # The bytes of a call.
 
 
+def _is_file_name(text: str) -> bool:
+    """Whether a text may name a file: it ends in a suffix of up to four characters."""
+    return "." in text[-5:-1]
+
+
+def _file_state(value: Any) -> bytes:
+    """The size of the file that a value names, and the time of its last change; empty if there is none."""
+    try:
+        found = os.stat(value)
+    except (OSError, ValueError):
+        return b""
+    return struct.pack("<qq", found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) else b""
+
+
 class _ValueEncoder(Encoder):
-    """Canonical bytes of plain values, tensors by content, and images."""
+    """Canonical bytes of plain values, tensors by content, images, and paths with their files' state."""
+
+    def encode(self, value: Any, path: str) -> bytes:
+        """The bytes of `value`, and if it names a file, the state of that."""
+        if type(value) is str:
+            data = b"s" + text_bytes(value)
+            return data + _file_state(value) if _is_file_name(value) else data
+        data = super().encode(value, path)
+        return data + _file_state(value) if hasattr(value, "__fspath__") else data
 
     def other(self, value: Any, path: str) -> bytes:
         """Encode columns of tables, PIL images, and a tokenizer's encodings."""
@@ -542,6 +567,7 @@ class Signature:
         self._keywords = next((p.name for p in parameters if p.kind is _KINDS.VAR_KEYWORD), None)
         # Large models have dozens of such defaults, so encode them once.
         plain = [parameter for parameter in parameters if type(parameter.default) in _PLAIN]
+        plain = [one for one in plain if not (type(one.default) is str and _is_file_name(one.default))]
         self._defaults = {p.name: (p.name.encode(), self._encode_default(p)) for p in plain}
         # How many arguments are required by position if none is given by name.
         required = [

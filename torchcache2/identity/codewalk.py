@@ -18,6 +18,7 @@ import types
 from argparse import Namespace
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import MISSING
+from functools import partial
 from itertools import accumulate
 from operator import attrgetter, itemgetter
 from types import SimpleNamespace
@@ -37,6 +38,11 @@ from torchcache2.identity.uses import Uses, UseTable, has_fields, is_plain, take
 _MISSING = object()
 # Code that calls these reaches things that it does not name. (`locals` reaches only named things.)
 _UNFOLLOWED = (eval, exec, globals, sys.modules)
+_ENVIRONMENT = (os.environ, os.getenv)
+# Which rank a process is does not change what it computes, and ranks share rows.
+_OF_RANKS = re.compile(
+    "((LOCAL|NODE|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|(SLURM|TORCHELASTIC)_.*"
+)
 _IMPORTERS = (importlib.import_module, __import__)
 _CODE = (type, types.FunctionType, types.MethodType, types.ModuleType, staticmethod, classmethod, property)
 # Attributes that every class statement adds.
@@ -116,6 +122,8 @@ class CodeWalk(Encoder):
         # Other packages' classes, by id, as users may set attributes there. No walk reaches tensors' classes.
         self._foreign: dict[int, type] = {id(kind): kind for kind in (Tensor, nn.Parameter)}
         self._held: set[int] = set()  # ids of classes that code uses as values
+        self._reads_environment = False  # whether project code reads environment variables
+        self._constants: set[str] = set()  # texts in globals
         self._computes_names = False  # whether project code reads attributes by computed names
         # Labels of what was written: of modules, installed code, and left-out attributes.
         self._done: set[Any] = set()
@@ -225,7 +233,17 @@ class CodeWalk(Encoder):
             if name in named and number not in self._done:
                 self._done.add(number)
                 self.parts[f"named {path} {number}"] = self.encode(value, path)
+        for name in self._variables():
+            if f"os.environ.{name}" not in self._done:
+                self._done.add(f"os.environ.{name}")
+                if not self.ignores(value := os.environ[name], f"os.environ.{name}"):
+                    self.parts[f"environment {name}"] = self.encode(value, name)
         return len(self._done) > before
+
+    def _variables(self) -> list[str]:
+        """The environment variables that project code names, if it reads any, and that are set."""
+        named = self._taken_names | self._constants if self._reads_environment else set()
+        return sorted(name for name in named & os.environ.keys() if not _OF_RANKS.fullmatch(name))
 
     def watch_all(self) -> None:
         """Watch the places that were looked at, besides the values read."""
@@ -233,6 +251,8 @@ class CodeWalk(Encoder):
             self.watch_names(scope, names)
         for kind in self._foreign.values():
             self.watch_names(vars(kind), self._taken_names & vars(kind).keys() - _CLASS_NOISE)
+        if self._reads_environment:
+            self.reads.append((partial(_values_in, self._variables()), os.environ))
         for registry in self._code_of_others.registries:
             self.dicts.append(registry)
             self.reads.append((_values_of, registry))
@@ -243,6 +263,7 @@ class CodeWalk(Encoder):
         value, path = vars(module)[name], f"{module.__name__}.{name}"
         if self.ignores(value, path):
             return
+        self._reads_environment |= any(value is one for one in _ENVIRONMENT)
         self.scopes.append((vars(module), name, value))
         if self.origins.of(module) == "project":
             self.parts[f"global {path}"] = self.encode(value, path)
@@ -305,6 +326,7 @@ class CodeWalk(Encoder):
                     functions = [n for n, one in vars(kind).items() if isinstance(one, types.FunctionType)]
                     self.watch_names(vars(kind), functions)
             elif where == "project":
+                self.extension(sys.modules.get(kind.__module__))
                 self._own_classes.append(kind)
                 parts += [text_bytes(kind.__name__), self._fields(kind)]
             # If a function made the class, its arguments are not in the file.
@@ -537,6 +559,7 @@ class CodeWalk(Encoder):
         inside = value
         while attributes and isinstance(value, types.ModuleType):
             inside, scope, attribute = value, vars(value), attributes.pop(0)
+            self.extension(inside)
             key = f".{attribute}"
             path += key
             if isinstance(value, libraries.OPERATOR_NAMESPACES):
@@ -549,6 +572,10 @@ class CodeWalk(Encoder):
             if self.ignores(value, path):
                 return None
             self.scopes.append((scope, attribute, value))
+        self._constants |= {value} if type(value) is str else set()
+        if any(value is one for one in _ENVIRONMENT):  # only the variables that code names count
+            self._reads_environment = True
+            return None
         is_renamed = any(value is one for one in _IMPORTERS) and chain[-1] not in IMPORTING
         if is_renamed or any(value is one for one in _UNFOLLOWED):
             self._unfollowed(function, path, owner)
@@ -620,11 +647,19 @@ class CodeWalk(Encoder):
         head = b"M" + text_bytes(public_module(module.__name__))
         if where != "project":
             return head + (self.installed(module, "") if where == "installed" else b"")
+        self.extension(module)
         has_file = getattr(module, "__file__", None) is not None or hasattr(module, "__path__")
         if not has_file or type(module) is not types.ModuleType:  # a class may compute attributes
             return self.unreadable(module, path)
         self._whole[id(module)] = module
         return head
+
+    def extension(self, module: Any) -> None:
+        """Write the file of a project's extension module, once."""
+        if not isinstance(module, types.ModuleType) or self.origins.of(module) != "project":
+            return
+        if data := self._texts.once(sourcecode.extension_digest, module):
+            self.parts[f"extension {module.__name__}"] = data.encode()
 
     def held_module(self, module: types.ModuleType, path: str) -> bytes:
         """Bytes of a Python module that code has as a value, and may pass on."""
@@ -721,6 +756,12 @@ def _short_name(obj: Any) -> str:
 
 def _loaded(name: str) -> tuple[Any, ...]:
     return (sys.modules.get(name),)
+
+
+def _values_in(names: Iterable[str], environment: Mapping[str, str]) -> tuple[Any, ...]:
+    """How many variables there are, and the values of some: equal texts are identical."""
+    values = [str(len(environment)), *[environment.get(name, "") for name in names]]
+    return tuple(map(sys.intern, values))
 
 
 def _values_of(registry: dict[Any, Any]) -> tuple[Any, ...]:

@@ -130,6 +130,12 @@ def file_digest(path: str) -> str:
         return ""
 
 
+def extension_digest(module: types.ModuleType) -> str:
+    """Digest of the file of an extension module, which has code without source; empty for other modules."""
+    file = getattr(module, "__file__", None) or ""
+    return file_digest(file) if file.endswith(tuple(importlib.machinery.EXTENSION_SUFFIXES)) else ""
+
+
 def function_source(function: types.FunctionType, texts: CompiledTexts) -> str | None:
     """Source of a function without decorators and indentation; None if unavailable.
 
@@ -222,7 +228,7 @@ class CompiledTexts:
         self._words = functools.lru_cache(_MOST_TEXTS)(_words)
         self._read: dict[tuple[Callable[..., Any], int], tuple[tuple[Any, ...], Any]] = {}
 
-    def once(self, read: Callable[..., _T], code: types.CodeType, *more: Any) -> _T:
+    def once(self, read: Callable[..., _T], code: types.CodeType | types.ModuleType, *more: Any) -> _T:
         """The result of `read` for code; calls it again only if the other arguments have changed."""
         key = read, id(code)
         known = self._read.get(key)

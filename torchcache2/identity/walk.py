@@ -35,7 +35,7 @@ from torch.nn.parameter import is_lazy
 from torchcache2.core import private
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.values import attributes
-from torchcache2.identity import libraries, marks
+from torchcache2.identity import libraries, marks, sourcecode
 from torchcache2.identity.codewalk import CodeWalk
 from torchcache2.identity.encoding import (
     CONTAINERS,
@@ -626,12 +626,16 @@ def _function(walk: Walk, value: types.FunctionType, path: str) -> bytes:
 
 def _builtin(walk: Walk, value: Any, path: str) -> bytes:
     walk.uses.meet(value)
+    walk.extension(sys.modules.get(sourcecode.defining_module(value)))
     owner = getattr(value, "__self__", None)
+    walk.extension(owner)
     is_bound = owner is not None and not isinstance(owner, (types.ModuleType, type))
     name = text_bytes(qualified_name(value) + repr(getattr(value, "__objclass__", "")))
     # `np.frompyfunc` keeps its Python function in no attribute: only the garbage collector shows it.
     called = filter(callable, get_referents(value)) if isinstance(value, np.ufunc) else ()
     data = b"".join(walk.encode(one, path) for one in called)
+    if walk.origins.of(value) == "installed":
+        data += walk.installed(value, "")
     return b"u" + name + data + (walk.encode(owner, path) if is_bound else b"")
 
 
