@@ -22,6 +22,7 @@ import pytest
 import torch
 
 import torchcache2
+from tests.helpers.commands import run
 from tests.helpers.storage import (
     CPU,
     NAMESPACES,
@@ -77,40 +78,6 @@ class Failing(Faulty, NoWait):
 
 class Dying(Mortal, NoWait):
     pass
-
-
-class Done:
-    """What a command did."""
-
-    def __init__(self, code, out, err):
-        self.code, self.out, self.err = code, out, err
-
-    @property
-    def json(self):
-        return json.loads(self.out)
-
-    @property
-    def cells(self):
-        return [line.split("\t") for line in self.out.splitlines()]
-
-
-def run(*arguments, stdin="", code=0):
-    """Run a command as if from a script: nothing of it is a terminal."""
-    out, err, before = io.StringIO(), io.StringIO(), sys.stdin
-    sys.stdin = io.StringIO(stdin)
-    try:
-        with (
-            contextlib.redirect_stdout(out),
-            contextlib.redirect_stderr(err),
-            pytest.raises(SystemExit) as ended,
-        ):
-            main(list(map(str, arguments)))
-    finally:
-        sys.stdin = before
-    done = Done(ended.value.code or 0, out.getvalue(), err.getvalue())
-    assert done.code == code, done.out + done.err
-    assert "\x1b" not in done.out + done.err and "Traceback" not in done.err
-    return done
 
 
 def run_in_terminal(*arguments):

@@ -6,14 +6,13 @@ import math
 import os
 import pickle
 import signal
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from tests.helpers import warm
+from tests.helpers.storage import files_in_memory, wait_until
 from torchcache2 import OptionError, SharedCache, get_shm_size
 from torchcache2.datasets import slots as reserve_module
 
@@ -597,11 +596,6 @@ def test_writers_that_are_killed_at_any_time_leave_rows_that_are_whole():
     assert 0 < there < looked_at
 
 
-def shared_memory():
-    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(lines["Shmem"].split()[0]) * 1024
-
-
 EVERYWHERE = """
 import os, sys, time
 import torch
@@ -617,17 +611,13 @@ time.sleep(100)
 
 
 def test_kill_of_all_processes_leaves_no_memory_and_no_file_behind(tmp_path):
-    before = shared_memory()
     process = warm.start(EVERYWHERE, env={"TMPDIR": str(tmp_path)}).until("child")
     child = int(process.until("\n").words[1])
-    during = shared_memory()
-    assert during - before > 250_000_000
+    held = files_in_memory([process.pid])
+    assert sum(held.values()) > 250_000_000
     process.send(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
-    assert shared_memory() - before > 250_000_000  # the child has it still
+    assert files_in_memory() | held == files_in_memory()  # the child has it still
     os.kill(child, signal.SIGKILL)
-    deadline = time.monotonic() + 30
-    while during - shared_memory() < 250_000_000:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not held.keys() & files_in_memory().keys())
     assert list(tmp_path.iterdir()) == []

@@ -209,16 +209,6 @@ class Net(nn.Module):
         return self.extra(self.fc(x))
 
 
-def test_an_input_that_requires_grad_is_bypassed():
-    module = torchcache(Net().requires_grad_(False))
-    x = X.clone().requires_grad_()
-    module(x).sum().backward()
-    assert x.grad is not None and bypasses(module) == {"grad": 6}
-    module(X)
-    assert module(X).requires_grad is False
-    assert module.cache_instance.stats().hits == 6
-
-
 def test_a_graph_from_elsewhere_is_kept():
     weight = torch.ones(4, requires_grad=True)
     scale = {"w": weight}
@@ -621,14 +611,3 @@ def test_a_batch_of_one_number_that_a_slice_with_steps_has_left(path, log):
     stats = function.cache_instance.stats()
     assert (stats.hits, stats.misses, stats.faults) == (3, 2, 0)
     assert warnings_in(log) == []
-
-
-@pytest.mark.cpu_only
-def test_autocast_has_rows_of_its_own():
-    module = torchcache(Net().requires_grad_(False))
-    plain = module(X)
-    with torch.autocast("cpu", torch.bfloat16):
-        low = module(X)
-        assert low.dtype == torch.bfloat16 and torch.equal(module(X), low)
-    assert torch.equal(module(X), plain)
-    assert module.cache_instance.stats().misses == 12

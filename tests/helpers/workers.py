@@ -5,12 +5,10 @@ import signal
 
 from torch.utils.data import Dataset
 
-from tests.helpers.storage import found, put
+from tests.helpers.storage import NEVER, found, put
 from torchcache2.tiers.disk.tier import DiskTier
 from torchcache2.tiers.meeting import Scratch
 from torchcache2.tiers.shared.tier import SharedTier
-
-NEVER = 3600.0
 
 
 class Sharing(Dataset):

@@ -910,6 +910,50 @@ def test_an_extension_module_of_the_project_counts_by_its_file(name, project, mo
     assert found[0] == found[1] != found[2]
 
 
+NUMBA = """
+class Dispatcher:
+    def __init__(self, py_func, **options):
+        self.py_func, self.targetoptions = py_func, options
+        self.compiler = {number: object() for number in range(1000)}  # of no canonical bytes
+    def __call__(self, *args):
+        return self.py_func(*args)
+def njit(f=None, **options):
+    return Dispatcher(f) if f else lambda f: Dispatcher(f, **options)
+"""
+COMPILED = "import numba\n@numba.njit(fastmath=FAST)\ndef g(x):\n    return x * HERE\ndef model(x):\n    return g(x)\n"
+
+
+def test_a_function_that_numba_compiles_counts_by_its_source_and_options(installed, project, log):
+    installed("numba", NUMBA)
+    assert_counts(project, {"model.py": COMPILED.replace("FAST", "False")})
+    first, second = (
+        torchcache(project({"model.py": COMPILED.replace("FAST", fast)}).model) for fast in ("False", "True")
+    )
+    assert namespace(first) != namespace(second)
+    assert not warnings_in(log)
+
+
+ODD = """
+class Odd:
+    scale = HERE
+    def __getattr__(self, name):
+        MADE_UP
+odd = Odd()
+def model(x):
+    return x * odd.scale
+"""
+
+
+@pytest.mark.parametrize(
+    "made_up", ["return Odd()", "return print", "raise KeyError(name)", "return {name: 1}"]
+)
+def test_an_object_that_makes_up_attributes_never_breaks_a_call(made_up, project):
+    for slots in ("", "    __slots__ = ()\n"):
+        text = ODD.replace("MADE_UP", made_up).replace("    scale", f"{slots}    scale")
+        cached = torchcache(project({"model.py": text.replace("HERE", "2")}).model)
+        assert torch.equal(cached(X), X * 2) and torch.equal(cached(X), X * 2)
+
+
 READING = {
     "item": "import os\ndef model(x):\n    return x * float(os.environ['SCALE'])\n",
     "method": "from os import environ\ndef model(x):\n    return x * float(environ.get('SCALE', 1))\n",

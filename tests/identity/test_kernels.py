@@ -5,7 +5,6 @@ import random
 import subprocess
 import sys
 
-import pytest
 import torch
 import xxhash
 from hypothesis import given, settings
@@ -33,36 +32,29 @@ def check(rows):
     assert [row.numpy().tobytes() for row in DIGESTS.of_items(rows)] == expected(rows), len(rows[0])
 
 
+def contents(size):
+    """Rows of any bytes, of bytes that are the same, and that cancel the secret or fill the accumulators."""
+    same = torch.tensor([[0x00], [0x01], [0x7F], [0x80], [0xFF]], dtype=torch.uint8).repeat(1, size)
+    secret = torch.frombuffer(bytearray(xxh3._SECRET * (size // len(xxh3._SECRET) + 1)), dtype=torch.uint8)
+    pattern = torch.tensor([0, 0, 0, 0x80] * (size // 4 + 1), dtype=torch.uint8)
+    others = torch.stack([secret[:size], 0xFF - secret[:size], pattern[:size]])
+    return torch.cat([random_bytes(2 * size, size).view(2, size), same, others])
+
+
 def test_sizes():
-    """Those around some multiples of a stripe in two blocks, and of some numbers of blocks."""
+    """Around multiples of a stripe in two blocks, and of some numbers of blocks; of words of each width."""
     sizes = {241, *(n + d for n in (256, 960, 1024, 1280) for d in (-1, 0, 1))}
-    sizes |= {n * 1024 + d for n in (2, 17) for d in (-64, 0, 63)}
+    sizes |= {n * 1024 + d for n in (2, 17) for d in (-64, 0, 63)} | {5000, 7679, 20_000}
+    sizes |= {n + width for n in (240, 1024) for width in WIDTHS}
+    widths = set()
     for size in range(241, 4201) if SOAK else sorted(sizes):
-        check(random_bytes(2 * size, size).view(2, size))
+        check(rows := contents(size))
+        widths.add((as_words(rows[:1]).element_size(), size > 1024))
+    assert widths == {(width, is_long) for width in WIDTHS for is_long in (False, True)}
 
 
 def test_short_rows_are_hashed_on_the_host():
     assert DIGESTS.of_items(random_bytes(480).view(2, 240)) is None
-
-
-@pytest.mark.parametrize("width", WIDTHS)
-def test_each_width_of_words(width):
-    for size in (241 + width, 1024, 1025 + width, 20_000):
-        row = random_bytes(size - size % width)
-        assert as_words(row[None]).element_size() >= width
-        check(torch.stack([row, row.flip(0), torch.zeros_like(row)]))
-
-
-def test_bytes_that_are_all_the_same():
-    for size in (241, 1024, 1032, 2048, 17 * 1024):
-        check(torch.tensor([[0x00], [0x01], [0x7F], [0x80], [0xFF]], dtype=torch.uint8).repeat(1, size))
-
-
-def test_bytes_that_cancel_the_secret_or_fill_the_accumulators():
-    secret = torch.frombuffer(bytearray(xxh3._SECRET * 40), dtype=torch.uint8)
-    pattern = torch.tensor([0, 0, 0, 0x80] * 5000, dtype=torch.uint8)
-    for size in (248, 1024, 1028, 5000, 7679):
-        check(torch.stack([secret[:size], 0xFF - secret[:size], pattern[:size]]))
 
 
 @settings(max_examples=100 if SOAK else 15)

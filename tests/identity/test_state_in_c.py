@@ -7,12 +7,12 @@ import ctypes
 import datetime
 import decimal
 import enum
+import importlib
 import io
 import pathlib
 import types
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from PIL import Image
@@ -28,6 +28,10 @@ def variable(value):
     found = contextvars.ContextVar("variable", default=0.0)
     found.set(value)
     return found
+
+
+def pandas():  # it is slow to import, which is for those to do who run these tests
+    return importlib.import_module("pandas")
 
 
 def edit_column(table):
@@ -53,22 +57,22 @@ KINDS = {
     "a variable of a context": (variable, lambda one: one.set(9.0), lambda one: one.get()),
     "an image": (image, lambda one: one.putpixel((0, 0), 9), lambda one: one.getpixel((0, 0))),
     "a series": (
-        lambda value: pd.Series([value]),
+        lambda value: pandas().Series([value]),
         lambda one: one.__setitem__(0, 9.0),
         lambda one: float(one.iloc[0]),
     ),
     "names of columns": (
-        lambda value: pd.DataFrame({str(value): [1.0]}),
+        lambda value: pandas().DataFrame({str(value): [1.0]}),
         lambda one: setattr(one, "columns", ["9.0"]),
         lambda one: float(one.columns[0]),
     ),
     "texts of a table": (
-        lambda value: pd.DataFrame({"a": [str(value)]}),
+        lambda value: pandas().DataFrame({"a": [str(value)]}),
         lambda one: one.__setitem__("a", ["9.0"]),
         lambda one: float(one["a"].iloc[0]),
     ),
     "an index": (
-        lambda value: pd.DataFrame({"a": [1.0]}, index=[value]),
+        lambda value: pandas().DataFrame({"a": [1.0]}, index=[value]),
         lambda one: setattr(one, "index", [9.0]),
         lambda one: float(one.index[0]),
     ),
@@ -107,13 +111,12 @@ for name, make in ATTRIBUTED.items():
         lambda one: setattr(one, "scale", 9.0),
         lambda one: one.scale,
     )
-for size in (2, 5000):
-    for name, edit in {"a column": edit_column, "an element": edit_element}.items():
-        KINDS[f"{name} of a table of {size} rows"] = (
-            lambda value, size=size: pd.DataFrame({"a": np.arange(size) + value}),
-            edit,
-            lambda one: float(one["a"].iloc[0]),
-        )
+for size, edit in (2, edit_column), (2, edit_element), (5000, edit_element):
+    KINDS[f"{edit.__name__} of {size}"] = (
+        lambda value, size=size: pandas().DataFrame({"a": np.arange(size) + value}),
+        edit,
+        lambda one: float(one["a"].iloc[0]),
+    )
 
 
 @pytest.mark.parametrize(("make", "edit", "read"), KINDS.values(), ids=KINDS)

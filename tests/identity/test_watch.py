@@ -429,20 +429,6 @@ def test_code_that_is_reloaded_in_place_is_used_and_noticed():
     assert hits(net) == 0
 
 
-def test_the_precision_of_matrix_products_is_noticed():
-    net, x = cached_instance(), torch.rand(6, 4)
-    before = torch.get_float32_matmul_precision()
-    try:
-        net(x)
-        torch.set_float32_matmul_precision("medium")
-        net(x)
-        assert hits(net) == 0
-    finally:
-        torch.set_float32_matmul_precision(before)
-    net(x)
-    assert hits(net) == 6
-
-
 class Signed(nn.Linear):
     def forward(self, x):
         return super().forward(x) * (-1 if self.training else 1)

@@ -2,9 +2,7 @@ import re
 import signal
 import time
 
-from matplotlib.image import imread
-
-from tests.helpers.examples import TEST_ITEMS, TRAIN_ITEMS, number, run, start
+from tests.helpers.examples import TEST_ITEMS, TRAIN_ITEMS, number, run, size_of_plot, start
 
 SIZE = 16  # pixels
 
@@ -12,23 +10,19 @@ SIZE = 16  # pixels
 def test_linear_probe_runs_and_the_cache_changes_nothing_but_the_time(tmp_path):
     plot = tmp_path / "epochs.png"
     done = run("linear_probe.py", "--epochs", 2, "--size", SIZE, "--plot", plot)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
 
-    rows = re.findall(r"^ +(\d+) +\d+\.\d+ +(\d+\.\d+) s +(\d+\.\d+) s$", done.stdout, re.MULTILINE)
+    rows = re.findall(r"^ +(\d+) +\d+\.\d+ +(\d+\.\d+) s +(\d+\.\d+) s$", done.out, re.MULTILINE)
     assert [row[0] for row in rows] == ["1", "2"]
-    assert number(r"speed-up: ([\d.]+)x per epoch after the first", done.stdout) > 0
-    assert number(r"([\d.]+)x in all$", done.stdout) > 0
+    assert number(r"speed-up: ([\d.]+)x per epoch after the first", done.out) > 0
+    assert number(r"([\d.]+)x in all$", done.out) > 0
 
-    assert number(r"^hits +([\d,]+) ", done.stdout) == TRAIN_ITEMS
-    assert number(r"^misses +([\d,]+)$", done.stdout) == TRAIN_ITEMS + TEST_ITEMS
-    assert number(r"^bypasses +(\S+)$", done.stdout) == 0
-    assert "losses of all 48 steps equal bit by bit" in done.stdout
-    assert number(r"test accuracy of both ([\d.]+)%", done.stdout) > 80
+    assert number(r"^hits +([\d,]+) ", done.out) == TRAIN_ITEMS
+    assert number(r"^misses +([\d,]+)$", done.out) == TRAIN_ITEMS + TEST_ITEMS
+    assert number(r"^bypasses +(\S+)$", done.out) == 0
+    assert "losses of all 48 steps equal bit by bit" in done.out
+    assert number(r"test accuracy of both ([\d.]+)%", done.out) > 80
 
-    image = imread(plot)
-    assert image.shape == (675, 1200, 4)
-    assert image[..., :3].std() > 0.05  # something is drawn
+    assert size_of_plot(plot) == (1200, 675)
 
 
 def test_linear_probe_goes_on_from_a_folder(tmp_path):
@@ -47,29 +41,14 @@ def test_linear_probe_goes_on_from_a_folder(tmp_path):
     # It goes on from what was sealed.
     arguments += ["--epochs", 2]
     done = run("linear_probe.py", *arguments)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    computed = number(r"^misses +([\d,]+)$", done.stdout)
+    computed = number(r"^misses +([\d,]+)$", done.out)
     assert 0 <= computed < items + test_items
-    assert number(r"^hits +([\d,]+) ", done.stdout) == 2 * items + test_items - computed
+    assert number(r"^hits +([\d,]+) ", done.out) == 2 * items + test_items - computed
 
     # The next one computes nothing.
     again = run("linear_probe.py", *arguments)
-    assert again.returncode == 0, again.stderr
-    assert number(r"^misses +([\d,]+)$", again.stdout) == 0
-    assert number(r"^hits +([\d,]+) ", again.stdout) == 2 * items + test_items
-    assert "equal bit by bit" in again.stdout
-    losses = [re.findall(r"^ +\d+ +(\d+\.\d+) ", text, re.MULTILINE) for text in (done.stdout, again.stdout)]
+    assert number(r"^misses +([\d,]+)$", again.out) == 0
+    assert number(r"^hits +([\d,]+) ", again.out) == 2 * items + test_items
+    assert "equal bit by bit" in again.out
+    losses = [re.findall(r"^ +\d+ +(\d+\.\d+) ", text, re.MULTILINE) for text in (done.out, again.out)]
     assert losses[0] == losses[1] and len(losses[0]) == 2
-
-
-def test_linear_probe_refuses_a_single_epoch():
-    done = run("linear_probe.py", "--epochs", 1)
-    assert done.returncode == 2
-    assert "at least 2 epochs" in done.stderr
-
-
-def test_linear_probe_refuses_a_size_that_patches_do_not_fill():
-    done = run("linear_probe.py", "--size", 20)
-    assert done.returncode == 2
-    assert "a multiple of 8 pixels" in done.stderr

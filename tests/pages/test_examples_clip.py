@@ -5,9 +5,7 @@ from tests.helpers.examples import run
 
 def test_features_of_images_and_texts_are_computed_once_and_found_in_the_second_run():
     done = run("clip.py", "--epochs", 2, "--images", 128, "--width", 16)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    counts = re.findall(r"^  get_(\w+)_features: (\d+) computed, (\d+) found$", done.stdout, re.MULTILINE)
+    counts = re.findall(r"^  get_(\w+)_features: (\d+) computed, (\d+) found$", done.out, re.MULTILINE)
     # Ten labels in each of two batches an epoch.
     assert counts == [
         ("image", "128", "128"),
@@ -15,12 +13,6 @@ def test_features_of_images_and_texts_are_computed_once_and_found_in_the_second_
         ("image", "0", "256"),
         ("text", "0", "40"),
     ]
-    accuracies = re.findall(r"accuracy (\d\.\d\d)$", done.stdout, re.MULTILINE)
+    accuracies = re.findall(r"accuracy (\d\.\d\d)$", done.out, re.MULTILINE)
     assert len(accuracies) == 4 and accuracies[:2] == accuracies[2:]
-    assert done.stdout.endswith("losses equal bit by bit\n")
-
-
-def test_clip_refuses_a_width_that_heads_do_not_divide():
-    done = run("clip.py", "--width", 6)
-    assert done.returncode == 2
-    assert "a multiple of 4 for --width" in done.stderr
+    assert done.out.endswith("losses equal bit by bit\n")

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import warm
-from tests.helpers.examples import EXAMPLES, LIBRARIES, number, torchrun
+from tests.helpers.examples import number, torchrun
 
 SCRIPT = "collective_features.py"
 PASS = re.compile(r"^(\w+(?: \d+)?) +\d+\.\d+ s   (\d+) \+ (\d+) +(\d+) \+ (\d+)$", re.MULTILINE)
@@ -44,23 +43,6 @@ def passes(text):
     found = PASS.findall(text)
     counts = [[int(number) for number in row[1:]] for row in found]
     return [row[0] for row in found], [row[:2] for row in counts], [row[2:] for row in counts]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "ranks", "text"),
-    [
-        ([], None, "run it as torchrun"),
-        (["--passes", 0], 2, "at least 1 pass"),
-        (["--items", 17], 2, "from 18 to 1536 images for 2 ranks"),
-        (["--machines", -1], 2, "no negative number of machines"),
-        (["--size", 20], 2, "a multiple of 8 pixels"),
-    ],
-)
-def test_arguments_are_checked_before_the_ranks_meet(arguments, ranks, text):
-    env = {} if ranks is None else {"RANK": "0", "WORLD_SIZE": str(ranks)}
-    process = warm.start(EXAMPLES / SCRIPT, *arguments, env=env, imports=LIBRARIES)
-    assert process.wait() == 2
-    assert text in " ".join(process.err.split())
 
 
 def test_the_code_on_the_page_prints_what_it_says(tmp_path):

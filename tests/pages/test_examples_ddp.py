@@ -2,10 +2,7 @@
 
 import re
 
-import pytest
-
-from tests.helpers import warm
-from tests.helpers.examples import EXAMPLES, LIBRARIES, number, torchrun
+from tests.helpers.examples import number, torchrun
 
 SCRIPT = "ddp_linear_probe.py"
 EPOCH = re.compile(r"^ +(\d+) +(\d+\.\d+) +\d+\.\d+ s   (\d+) \+ (\d+)$", re.MULTILINE)
@@ -32,19 +29,3 @@ def test_after_a_warmup_no_epoch_computes_anything():
     assert re.search(r"^warmup: \d+\.\d+ s, images computed by each rank: 32 \+ 32$", done.out, re.MULTILINE)
     assert [counts for _, _, *counts in EPOCH.findall(done.out)] == [["0", "0"], ["0", "0"]]
     assert number(r"^backbone: ([\d,]+) images computed, of 64,", done.out) == 64
-
-
-@pytest.mark.parametrize(
-    ("arguments", "ranks", "text"),
-    [
-        ([], None, "run it as torchrun"),
-        (["--epochs", 1], 2, "at least 2 epochs"),
-        (["--items", 100, "--batch-size", 64], 2, "a batch of each of the 2 ranks"),
-        (["--size", 20], 2, "a multiple of 8 pixels"),
-    ],
-)
-def test_arguments_are_checked_before_the_ranks_meet(arguments, ranks, text):
-    env = {} if ranks is None else {"RANK": "0", "WORLD_SIZE": str(ranks)}
-    process = warm.start(EXAMPLES / SCRIPT, *arguments, env=env, imports=LIBRARIES)
-    assert process.wait() == 2
-    assert text in " ".join(process.err.split())

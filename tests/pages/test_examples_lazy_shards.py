@@ -1,12 +1,13 @@
 """The example of shards, as `torchrun` starts it."""
 
+import importlib.util
 import re
 
 import pytest
 
-from tests.helpers.examples import run, torchrun
+from tests.helpers.examples import torchrun
 
-pytest.importorskip("zarr")  # it comes with the examples
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("zarr") is None, reason="it comes with the examples")
 EPOCH = re.compile(r"^epoch (\d): loss [\d.]+, images read: (\d+) \+ (\d+), [\d.]+ s$", re.MULTILINE)
 SMALL = ("--items", 81, "--epochs", 2)
 
@@ -17,9 +18,3 @@ def test_each_rank_reads_its_images_once(mode, workers):
     assert "torchcache2" not in done.err  # no warning
     assert "81 images in chunks of 32; the ranks have 40 + 40\n" in done.out
     assert EPOCH.findall(done.out) == [("1", "40", "40"), ("2", "0", "0")]
-
-
-def test_without_a_launcher_it_says_how_to_start_it():
-    done = run("lazy_shards.py")
-    assert done.returncode == 2
-    assert "run it as torchrun --nproc-per-node 2 examples/lazy_shards.py" in done.stderr

@@ -432,7 +432,7 @@ def attempt(act, n, folder):
 
     thread = threading.Thread(target=other, daemon=True)
     thread.start()
-    assert is_through.wait(10), f"another thread hangs after an interrupt at {where}"
+    assert is_through.wait(30), f"another thread hangs after an interrupt at {where}"
     # An interrupt of `close` may come before or after it takes effect.
     assert act == "close" or found(tier, range(10, 15)) == list(range(10, 15)), where
     assert faults(tier) == (0, 0), (where, tier.stats())
@@ -607,13 +607,14 @@ def test_the_end_of_a_process_may_come_while_its_workers_live(path):
 
 
 BUSY = """
-import multiprocessing, threading
+import faulthandler, multiprocessing, threading
 
 options = {"max_memory_cache_size": int(ARGUMENTS[1]), "max_persistent_cache_size": "4MB"}
 net = make(**options, persistent=ARGUMENTS[2] == "disk")()
 
 
 def work():
+    faulthandler.dump_traceback_later(30)  # where it hangs
     check(net, range(8))
     check(net, range(5000, 5100))
     net.cache_instance.flush()
@@ -642,7 +643,7 @@ codes = []
 for _ in range(int(ARGUMENTS[0])):
     child = fork.Process(target=work)
     child.start()
-    child.join(20)
+    child.join(40)
     codes.append(child.exitcode)
     if child.exitcode is None:
         child.kill()

@@ -246,7 +246,7 @@ def test_who_reads_while_an_old_segment_is_deleted_counts_as_a_user(make, path, 
     want = [(number, row) for number in (1, 2, 3) for row in range(10)]
     fs.when("remove", A.hex(), before=lambda: found(reader, want, WIDTH))
     assert make_room(CacheDirectory(str(path), fs), 0, size_of(path) - 1, lru=False)
-    wait_until(lambda: found(reader, want, WIDTH) == want and used(directory) == [A], 3)
+    wait_until(lambda: found(reader, want, WIDTH) == want and used(directory) == [A])
     assert fs.happened()
     assert not make_room(directory, 0, 1000, lru=False)
     assert found(reader, want, WIDTH) == sealed_names(path, want, WIDTH) == want
@@ -259,7 +259,7 @@ def test_who_reads_while_its_own_writer_makes_room_counts_as_a_user(make, path, 
     tier = make(200_000, fs=fs)
     fs.when("remove", B.hex(), after=lambda: meanwhile(found, tier, want, WIDTH, B))
     seal(tier, NEW, WIDTH)
-    wait_until(lambda: found(tier, want, WIDTH, B) == want and used(directory) == [A, B], 3)
+    wait_until(lambda: found(tier, want, WIDTH, B) == want and used(directory) == [A, B])
     assert fs.happened()
 
 

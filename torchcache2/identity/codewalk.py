@@ -242,8 +242,9 @@ class CodeWalk(Encoder):
 
     def _variables(self) -> list[str]:
         """The environment variables that project code names, if it reads any, and that are set."""
-        named = self._taken_names | self._constants if self._reads_environment else set()
-        return sorted(name for name in named & os.environ.keys() if not _OF_RANKS.fullmatch(name))
+        names = [*os.environ] if self._reads_environment else []
+        named = [name for name in names if name in self._taken_names or name in self._constants]
+        return sorted(name for name in named if not _OF_RANKS.fullmatch(name))
 
     def watch_all(self) -> None:
         """Watch the places that were looked at, besides the values read."""
@@ -326,7 +327,6 @@ class CodeWalk(Encoder):
                     functions = [n for n, one in vars(kind).items() if isinstance(one, types.FunctionType)]
                     self.watch_names(vars(kind), functions)
             elif where == "project":
-                self.extension(sys.modules.get(kind.__module__))
                 self._own_classes.append(kind)
                 parts += [text_bytes(kind.__name__), self._fields(kind)]
             # If a function made the class, its arguments are not in the file.

@@ -286,7 +286,12 @@ _LEFT_OUT = {
     # Raises if arguments differ from the exported ones, and returns nothing.
     ("torch", "GuardsFn"): ("forward",),
 }
-_CLASSES = frozenset(name for _, name in _LEFT_OUT)
+# What compiles a Python function counts by the function and the options: it refers to the whole compiler.
+_COMPILERS = {
+    ("numba", "Dispatcher"): ("py_func", "targetoptions"),
+    ("numba", "DUFunc"): ("py_func", "targetoptions"),
+}
+_CLASSES = frozenset(name for _, name in [*_LEFT_OUT, *_COMPILERS])
 _CALLED = ("forward",)  # the package calls it, but ignores its result
 # These packages use such names only to save and describe models, not to compute.
 RELATED = ("accelerate", "diffusers", "peft", "sentence_transformers", "transformers")
@@ -294,11 +299,21 @@ RELATED = ("accelerate", "diffusers", "peft", "sentence_transformers", "transfor
 
 def left_out(kind: type) -> list[str]:
     """The attributes and keys that are left out of instances of a class, unless code names them."""
+    return _listed(_LEFT_OUT, kind)
+
+
+def counts_by(kind: type) -> list[str]:
+    """The attributes that stand for an object of a class; none for most: there, all state counts."""
+    return _listed(_COMPILERS, kind)
+
+
+def _listed(table: Mapping[tuple[str, str], tuple[str, ...]], kind: type) -> list[str]:
+    """The names in a table for a class of an installed package, and its bases."""
     return [
         name
         for base in kind.__mro__
         if base.__qualname__ in _CLASSES and origin(base) in ("installed", "torch")
-        for name in _LEFT_OUT.get((defining_module(base).partition(".")[0], base.__qualname__), ())
+        for name in table.get((defining_module(base).partition(".")[0], base.__qualname__), ())
     ]
 
 

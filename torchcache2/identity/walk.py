@@ -33,9 +33,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchcache2.core import private
+from torchcache2.core.logs import logger
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.values import attributes
-from torchcache2.identity import libraries, marks, sourcecode
+from torchcache2.identity import libraries, marks
 from torchcache2.identity.codewalk import CodeWalk
 from torchcache2.identity.encoding import (
     CONTAINERS,
@@ -55,7 +56,7 @@ from torchcache2.identity.encoding import (
 from torchcache2.identity.fingerprint import Fingerprint
 from torchcache2.identity.guard import MUTABLE, alike, content
 from torchcache2.identity.memos import Memo, memos_of
-from torchcache2.identity.sharded import Shards
+from torchcache2.identity.sharded import ShardedError, Shards
 from torchcache2.identity.sourcecode import CompiledTexts
 from torchcache2.identity.uses import is_plain, unmangled
 
@@ -221,7 +222,10 @@ class Walk(CodeWalk):
             return super().encode(value, path)
         except RecursionError:
             return self.unreadable(value, f"{path} (too deep)")
-        except AttributeError:  # it hides basic attributes, such as `__class__`
+        except (ShardedError, UnencodableError):
+            raise
+        except Exception as error:  # of its own code: it may hide or make up attributes, such as `__class__`
+            logger.debug("%s cannot be read: %r", path, error)
             return self.unreadable(value, path)
 
     def kind(self, kind: type, path: str) -> bytes:
@@ -291,6 +295,8 @@ class Walk(CodeWalk):
     def other(self, value: Any, path: str) -> bytes:
         """Walk code and objects, by the table of types."""
         kind = type(value)
+        if isinstance(module := getattr(value, "__module__", None), str):
+            self.extension(sys.modules.get(module))
         if hasattr(kind, marks.ADDED_ATTRIBUTE):
             if not marks.is_ours(value):  # a user's subclass of `Cache` may compute something
                 return self.klass(kind, path) + self.unreadable(value, path)
@@ -302,6 +308,9 @@ class Walk(CodeWalk):
             return b"t" + self.encode(parts, path)
         if kind is object:
             return _class_alone(self, value, path)
+        if names := libraries.counts_by(kind):
+            parts = [(getattr(value, name), f"{path}.{name}") for name in names]
+            return b"c" + self.installed(kind, qualified_name(kind)) + self.items(parts)
         write = next((_TABLE[base] for base in kind.__mro__ if base in _TABLE), Walk._object)
         return write(self, value, path)
 
@@ -626,7 +635,6 @@ def _function(walk: Walk, value: types.FunctionType, path: str) -> bytes:
 
 def _builtin(walk: Walk, value: Any, path: str) -> bytes:
     walk.uses.meet(value)
-    walk.extension(sys.modules.get(sourcecode.defining_module(value)))
     owner = getattr(value, "__self__", None)
     walk.extension(owner)
     is_bound = owner is not None and not isinstance(owner, (types.ModuleType, type))

@@ -14,22 +14,6 @@ from tests.helpers.storage import NAMESPACES
 from tests.helpers.replicas import Replicas, Stack
 
 
-class Killer:
-    '''Kills this process at a line of the shared tier's code.'''
-
-    def __init__(self, line):
-        self.left = line
-
-    def call(self, frame, event, arg):
-        return self.line if "/tiers/shared/" in frame.f_code.co_filename else None
-
-    def line(self, frame, event, arg):
-        self.left -= 1
-        if self.left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return self.line
-
-
 def work(tier):
     '''Fills the memory with replicas, and then with rows that take their room.'''
     for first in range(0, 1600, 400):
@@ -48,14 +32,9 @@ step, line, killed = int(sys.argv[2]), 1 + int(sys.argv[3]), 0
 tier = join(1_000_000)
 while True:
     put(Replicas(Stack(tier)), range(100), 100)
-
-    def die():
-        sys.settrace(Killer(line).call)
-        work(tier)
-
-    code = ended(forked(die))
+    code = killed_at(line, work, tier)
     found(Replicas(Stack(tier)), range(1600), 100)
-    wait_until(lambda: fits(tier), 10)
+    wait_until(lambda: fits(tier))
     stats = tier.stats()
     assert (stats.corrupt, stats.faults) == (0, 0), stats
     assert resident(tier) <= stats.bytes + tier._job.board.region.size, stats

@@ -1,6 +1,5 @@
 """The disk tier: what is in the directory, who sees it, what goes when it is full, whose files are left."""
 
-import collections
 import enum
 import errno
 import gc
@@ -125,17 +124,6 @@ def test_segments_have_the_codec_that_was_asked_for(make, path, codec):
     assert found(tier, range(25), 1024) == list(range(20))
     raw = 20 * 4096
     assert (size_of(path) < 0.9 * raw) == (codec != "none")
-
-
-@pytest.mark.parametrize("codec", CODECS)
-def test_rows_that_do_not_shrink_are_stored_as_they_are(make, path, codec):
-    tier = make(codec=codec)
-    output = torch.randint(0, 256, (20, 4096), dtype=torch.uint8)
-    tier.put(keys_of(range(20)), Rows.from_pytree(output, 20, device=CPU))
-    tier.flush()
-    with safe_open(segments(path)[0], "np") as file:
-        assert file.metadata()["codec"] == "none"
-        assert np.array_equal(file.get_tensor("output"), output.numpy())
 
 
 def test_the_callers_keys_may_change_before_rows_are_sealed(make, path):
@@ -311,33 +299,6 @@ def test_another_handle_finds_what_was_sealed_by_any_codec(make):
         assert found(other, range(130), 512, NAMESPACES[0]) == list(range(120))
         assert found(other, range(160), 3, NAMESPACES[1]) == list(range(150))
         assert other.stats().rows == 270 and other.stats().bytes == tier.stats().bytes
-
-
-Pair = collections.namedtuple("Pair", ["first", "second"])
-
-
-def test_outputs_of_every_structure_are_found_by_another_handle(make, path):
-    outputs = {
-        "bare": torch.rand(3, 2),
-        "named": Pair(torch.rand(3, 2), {"k": torch.arange(3), "n": None}),
-        "ordered": collections.OrderedDict(b=torch.rand(3), a=[1, 2.5, "text", b"bytes", True]),
-        "channels": torch.rand(3, 2, 4, 5).to(memory_format=torch.channels_last),
-    }
-    tier = make()
-    for name, output in outputs.items():
-        tier.put(keys_of([(name, i) for i in range(3)]), Rows.from_pytree(output, 3, device=CPU))
-    tier.flush()
-    other = make()
-    for name, output in outputs.items():
-        ((positions, rows),) = other.get(keys_of([(name, i) for i in range(3)])).parts
-        assert positions.tolist() == [0, 1, 2]
-        expected = Rows.from_pytree(output, 3, device=CPU)
-        assert rows.schema == expected.schema
-        back = rows.to_pytree(device=CPU)
-        assert type(back) is type(output)
-        for column, mine in zip(rows.columns, expected.columns, strict=True):
-            assert torch.equal(column, mine)
-            assert column.is_contiguous()
 
 
 def test_two_handles_see_each_others_rows(make, at_once):

@@ -118,7 +118,7 @@ def calls_of(path, **options):
     return len(fs.calls)
 
 
-def some_of(calls, count=60):
+def some_of(calls, count=40):
     """All calls in `make soak`; otherwise about so many, and chance says which."""
     step = 1 if SOAK else max(1, calls // count)
     return range(random.randrange(step), calls, step)

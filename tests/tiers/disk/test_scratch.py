@@ -3,13 +3,13 @@
 import gc
 import os
 import signal
-import time
 
 import pytest
 import torch
 from torch import nn
 
 from tests.helpers import warm
+from tests.helpers.storage import wait_until
 from torchcache2 import torchcache
 
 PRELUDE = """
@@ -223,13 +223,6 @@ ORPHAN = """
             os._exit(0)
     {last}
 """
-
-
-def wait_until(holds):
-    end = time.monotonic() + warm.DEADLINE
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def test_the_folder_stays_while_a_child_of_a_killed_run_uses_it(start, folders, tmp_path):

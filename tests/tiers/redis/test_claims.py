@@ -31,7 +31,7 @@ def join():
     made = []
 
     def joined(*servers, clock=time.monotonic, **options):
-        clients = Clients(Servers.of([server.url for server in servers]), read_timeout=1.0)
+        clients = Clients(Servers.of([server.url for server in servers]), read_timeout=5.0)
         claims = RedisClaims(clients, clock=clock, **options)
         number = len(made)
         claims.thread = lambda: number << 32 | threading.get_native_id()
@@ -181,7 +181,7 @@ def test_outer_calls_that_hold_what_inner_ones_wait_for_do_not_wait_for_ever(two
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(30)
     assert waited == [[0], [0]]
 
 
@@ -195,7 +195,7 @@ def test_a_server_that_is_lost_gives_no_claims(join):
         assert claim(second, range(6)).mine.tolist() == list(range(6))
         mine.release()
         theirs.release()
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30
 
 
 def test_a_server_that_fails_while_others_wait_for_it(join):
@@ -220,7 +220,7 @@ def test_a_claim_that_somebody_has_set_for_ever_is_waited_for_in_vain(server, jo
     monkeypatch.setattr(RedisClaims, "least", 0.2)
     began = time.monotonic()
     assert theirs.wait().tolist() == [2]
-    assert 0.1 < time.monotonic() - began < 5
+    assert 0.1 < time.monotonic() - began < 30
 
 
 def test_a_full_server_gives_no_claims(join):

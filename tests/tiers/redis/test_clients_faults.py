@@ -33,17 +33,18 @@ def seconds(function, *args):
 @pytest.mark.parametrize("port", [False, True], ids=["socket", "port"])
 def test_a_dead_server_costs_its_share_and_no_time(port, log):
     some = keys(200)
-    with RedisServer(port=port) as one, RedisServer(port=port) as two, connected(one, two) as clients:
+    with (
+        RedisServer(port=port) as one,
+        RedisServer(port=port) as two,
+        connected(one, two, pause=FOREVER) as clients,
+    ):
         put(clients, some)
-        of_two = Shares(sorted([one.name, two.name])).of(some.words) == sorted([one.name, two.name]).index(
-            two.name
-        )
+        both = sorted([one.name, two.name])
+        of_two = Shares(both).of(some.words) == both.index(two.name)
         two.kill()
-        assert seconds(get, clients, some) < 2.5
         expected = [None if lost else value for lost, value in zip(of_two, values(some), strict=True)]
         assert get(clients, some) == expected
-        assert min(seconds(get, clients, some) for _ in range(5)) < 0.005
-        assert clients.faults == 1
+        assert get(clients, some) == expected and clients.faults == 1  # it is not asked again
         assert (clients.allows_writes(some.words) == ~of_two).all()
         replies = put(clients, some)
         assert [reply is LOST for reply in replies] == of_two.tolist()
@@ -77,16 +78,15 @@ def test_a_silent_server_is_waited_for_once(log):
         RedisServer() as one,
         RedisServer() as two,
         RedisServer() as three,
-        connected(one, two, three, read_timeout=0.5, pause=0.05) as clients,
+        connected(one, two, three, read_timeout=1.5, pause=0.05) as clients,
     ):
         put(clients, some)
         one.pause()
         two.pause()
-        assert 0.4 < seconds(get, clients, some) < 0.95  # both together
-        wait_until(
-            lambda: get(clients, some) and clients.faults >= 4
-        )  # they are tried again, and nobody waits for that
-        assert statistics.median(seconds(get, clients, some) for _ in range(20)) < 0.2
+        assert 1.4 < seconds(get, clients, some) < 2.9  # both together
+        # They are tried again, and nobody waits for that.
+        wait_until(lambda: get(clients, some) and clients.faults >= 4)
+        assert statistics.median(seconds(get, clients, some) for _ in range(20)) < 0.7
         assert 0 < sum(value is not None for value in get(clients, some)) < 100
         one.resume()
         two.resume()
@@ -105,9 +105,9 @@ def test_a_server_that_takes_no_connection_costs_the_time_of_one():
         for filler in fillers:
             filler.setblocking(False)
             filler.connect_ex(("127.0.0.1", port))
-        with connected(f"redis://127.0.0.1:{port}", connect_timeout=0.4, pause=FOREVER) as clients:
-            assert 0.3 < seconds(get, clients, keys(3)) < 1.1
-            assert statistics.median(seconds(get, clients, keys(3)) for _ in range(5)) < 0.1
+        with connected(f"redis://127.0.0.1:{port}", connect_timeout=1.0, pause=FOREVER) as clients:
+            assert 0.9 < seconds(get, clients, keys(3)) < 1.9
+            assert statistics.median(seconds(get, clients, keys(3)) for _ in range(5)) < 0.5
             assert clients.faults == 1
         for filler in fillers:
             filler.close()
@@ -236,7 +236,7 @@ def test_a_command_that_is_refused_later_is_a_fault(log):
     some = keys(5)
     with RedisServer(port=True) as server, server.client() as other:
         other.execute_command("ACL", "SETUSER", "cache", "on", f">{PASSWORD}", "~*", "+@all")
-        with connected(f"redis://cache:{PASSWORD}@127.0.0.1:{server.port}", pause=0.02) as clients:
+        with connected(f"redis://cache:{PASSWORD}@127.0.0.1:{server.port}", pause=0.3) as clients:
             put(clients, some)
             other.execute_command("ACL", "SETUSER", "cache", "-set")
             assert "NoPermission" in type(put(clients, some)[0]).__name__

@@ -17,7 +17,7 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 from tests.helpers.outputs import assert_same
-from tests.helpers.storage import CPU, DTYPES, NAMESPACES, keys_of, rows_of
+from tests.helpers.storage import CPU, NAMESPACES, keys_of, rows_of
 from torchcache2.core import sizes
 from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
@@ -78,28 +78,6 @@ def test_a_value_is_readable_alone(records):
         alone = Records(codec("none"))
         _, output = back(alone, keys.take(np.array([i])), [value])
         assert torch.equal(output, rows.columns[0][i : i + 1])
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_comes_back_bit_by_bit(records, dtype):
-    for shape in [(), (0,), (3,), (2, 3), (70,)]:
-        size = 6 * int(np.prod(shape)) * dtype.itemsize
-        data = torch.randint(0, 2 if dtype == torch.bool else 256, (size,), dtype=torch.uint8)
-        rows = output_rows(data.view(dtype).view(6, *shape), 6)
-        _, output = back(records, keys_of(range(6)), records.encode(keys_of(range(6)), rows))
-        assert output.dtype == dtype and output.shape == (6, *shape)
-        assert torch.equal(output.contiguous().view(-1).view(torch.uint8), data)
-
-
-@pytest.mark.parametrize("form", [torch.channels_last, torch.channels_last_3d], ids=str)
-def test_channels_last_is_kept(records, form):
-    shape = (6, 3, 4, 5) if form is torch.channels_last else (6, 3, 2, 4, 5)
-    image = torch.randn(shape).relu().to(memory_format=form)
-    rows = output_rows({"image": image, "plain": image.contiguous() + 1}, 6)
-    _, output = back(records, keys_of(range(6)), records.encode(keys_of(range(6)), rows))
-    assert torch.equal(output["image"], image) and torch.equal(output["plain"], image + 1)
-    assert output["image"].stride() == image.stride()
-    assert output["plain"].is_contiguous()
 
 
 def test_a_plain_layout_is_not_taken_for_one_that_was_met_before():

@@ -136,18 +136,18 @@ def test_a_row_that_is_on_its_way_while_it_is_dropped_is_gone_afterwards(server,
             replies = run(commands, words) if is_late or not is_set else None
             if is_set:
                 begun.set()
-                assert go_on.wait(10)
+                assert go_on.wait(30)
             return run(commands, words) if replies is None else replies
 
         with monkeypatch.context() as patched:
             patched.setattr(tier._clients, "run", slow)
             put(tier, [1, 2])
-            assert begun.wait(10)
+            assert begun.wait(30)
             dropper = threading.Thread(target=tier.drop, args=(NAMESPACES[0],))
             dropper.start()
             wait_until(lambda: tier._unsent(keys_of([1, 2])) == [None, None])
             go_on.set()
-            dropper.join(10)
+            dropper.join(30)
             assert not dropper.is_alive()
         assert size_of(server) == 1 and found(tier, [1, 2]) == []
     assert found(tier, [5], namespace=NAMESPACES[1]) == [5]
@@ -222,7 +222,7 @@ def test_claims_are_given_up_when_the_rows_are_on_the_server(server, tiers):
     thread.start()
     put(first, range(3))  # sent at once, as somebody may be waiting
     claim.release()
-    thread.join(10)
+    thread.join(30)
     assert answers == [[], [], [0, 1, 2], [0, 1, 2]]
     first.flush()
     with contextlib.closing(server.client()) as client:
@@ -396,7 +396,7 @@ def test_servers_are_killed_and_begun_again_while_threads_read_and_write(tiers):
         wait_until(lambda: len(found(tier, range(200), 100)) == 200)
         is_over.set()
         for thread in threads:
-            thread.join(10)
+            thread.join(30)
         assert errors == [] and not any(thread.is_alive() for thread in threads)
         assert tier.stats().corrupt == 0
 

@@ -78,4 +78,24 @@ def forked(function):
 
 def ended(pid):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def killed_at(line, function, *args):
+    '''The exit code of a child that calls a function, and is killed at a line of the shared tier's code.'''
+    left = line
+
+    def traced(frame, event, arg):
+        nonlocal left
+        if "/tiers/shared/" not in frame.f_code.co_filename:
+            return None
+        left -= event == "line"
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return traced
+
+    def work():
+        sys.settrace(traced)
+        function(*args)
+
+    return ended(forked(work))
 """

@@ -133,7 +133,7 @@ def test_a_stuck_one_is_passed_by(two, monkeypatch):
     monkeypatch.setattr(board_module, "_LEAST_STUCK", 200_000_000)
     start = time.monotonic()
     assert theirs.wait().tolist() == [0, 1]
-    assert 0.1 < time.monotonic() - start < 5
+    assert 0.1 < time.monotonic() - start < 30  # it is 60 by itself
     put(second, [1, 2, 3])
     assert put(first, [1, 2]) == 0  # it comes too late
     held.release()

@@ -3,32 +3,15 @@
 import os
 import random
 import signal
-from pathlib import Path
 
 from tests.helpers import warm
-from tests.helpers.storage import wait_until
+from tests.helpers.storage import files_in_memory
 from tests.tiers.shared.scripts import JOINING
 
 STEP = 3 if os.environ.get("SOAK") else 149  # lines between two kills
 AT_EACH_LINE = (
     JOINING
     + """
-class Killer:
-    '''Kills this process at a line of the shared tier's code.'''
-
-    def __init__(self, line):
-        self.left = line
-
-    def call(self, frame, event, arg):
-        return self.line if "/tiers/shared/" in frame.f_code.co_filename else None
-
-    def line(self, frame, event, arg):
-        self.left -= 1
-        if self.left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return self.line
-
-
 def work(tier, seed):
     '''Claims, inserts, makes the index and the chunks grow, and publishes.'''
     compute(tier, range(seed, seed + 300), 3)
@@ -36,19 +19,11 @@ def work(tier, seed):
     compute(tier, range(seed + 540, seed + 600), 7)
 
 
-def kill_at(tier, line, seed):
-    def die():
-        sys.settrace(Killer(line).call)
-        work(tier, seed)
-
-    return ended(forked(die))
-
-
 step, offset, seed, killed = int(sys.argv[2]), int(sys.argv[3]), 0, 0
 line = 1 + offset
 tier = join()
 while True:
-    code = kill_at(tier, line, seed)
+    code = killed_at(line, work, tier, seed)
     start = time.monotonic()
     work(tier, seed)
     assert time.monotonic() - start < 10, line
@@ -181,22 +156,16 @@ time.sleep(60)
 )
 
 
-def shmem():
-    """Bytes of memory that files in memory take, on the whole machine."""
-    (line,) = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("Shmem:")]
-    return int(line.split()[1]) << 10
-
-
 def test_memory_is_back_when_all_are_killed(tmp_path):
-    before = shmem()
     processes = [warm.start(ALL_KILLED, tmp_path) for _ in range(2)]
     for process in processes:
         process.until("\n")
-    assert shmem() > before + 20_000_000
+    held = files_in_memory(process.pid for process in processes)
+    assert sum(held.values()) > 20_000_000
     for process in processes:
         process.send(signal.SIGKILL)
         process.wait()
-    wait_until(lambda: shmem() < before + 10_000_000)  # other tests may use some at this time
+    assert not held.keys() & files_in_memory().keys()
     words = warm.run(
         JOINING + "t = join(); print(*found(t, range(10), 1000), t.stats().bytes)", tmp_path
     ).words

@@ -15,7 +15,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.helpers.storage import CPU, NAMESPACES, found, key_of, keys_of, put, value_of, warnings_of
+from tests.helpers.storage import (
+    CPU,
+    NAMESPACES,
+    found,
+    key_of,
+    keys_of,
+    put,
+    value_of,
+    wait_until,
+    warnings_of,
+)
 from torchcache2.core.rows import Rows
 from torchcache2.core.settings import CacheSettings
 from torchcache2.tiers.index import KeyTable
@@ -376,23 +386,23 @@ def test_other_users_are_refused(join):
 
 def test_a_lock_whose_holder_goes_on_is_waited_for(join):
     first, second = join(), join()
-    second._job.lock.patience = 0.25
-    done = threading.Event()
+    board, lock, kept, looks = first._job.board, second._job.lock, [], []
+    own, lock.patience = lock.progress, 0.02
 
-    def hold():
-        with first._job.lock():
-            end = time.monotonic() + 0.7
-            while time.monotonic() < end:
-                first._job.board.progress += 1
-                time.sleep(0.02)
-        done.set()
+    def progress():  # the holder goes on before each look
+        board.progress += 1
+        looks.append(own())
+        return looks[-1]
 
-    thread = threading.Thread(target=hold)
-    thread.start()
-    time.sleep(0.05)
-    assert put(second, [1]) == 1 and done.wait(5)
-    thread.join()
-    assert second.stats().faults == 0
+    lock.progress = progress
+    thread = threading.Thread(target=lambda: kept.append(put(second, [1])))
+    with first._job.lock():
+        thread.start()
+        wait_until(lambda: len(looks) > 9)  # twice in each time that it is patient
+        assert thread.is_alive()
+    thread.join(30)
+    assert kept == [1] and second.stats().faults == 0
+    assert looks == sorted(set(looks))
 
 
 def test_a_fault_is_counted_and_told_once(join, monkeypatch, log):
