@@ -13,6 +13,7 @@ from torchcache2.core.errors import OptionError
 CLOUDS = ["s3", "gs"]
 DATA = bytes(range(256)) * 40
 QUICK = {"patience": 0.7, "backoff": 0.02, "pause": 30.0}
+PATIENT = QUICK | {"patience": 20.0}  # where an answer comes, late on a busy machine
 DENIED = f"""<?xml version="1.0" encoding="UTF-8"?>
 <Error><Code>%s</Code><Message>No access for {KEY} with {SECRET}</Message></Error>"""
 FAULTS = {"status": 503, "hangs": True, "cut_down": 1000, "refuses": True}
@@ -21,6 +22,13 @@ FAULTS = {"status": 503, "hangs": True, "cut_down": 1000, "refuses": True}
 @pytest.fixture(params=CLOUDS)
 def failing(request, tmp_path):
     with proxied(request.param, tmp_path) as (place, proxy), opened(place, **QUICK) as objects:
+        assert objects.write("one", DATA)
+        yield objects, proxy
+
+
+@pytest.fixture(params=CLOUDS)
+def answering(request, tmp_path):
+    with proxied(request.param, tmp_path) as (place, proxy), opened(place, **PATIENT) as objects:
         assert objects.write("one", DATA)
         yield objects, proxy
 
@@ -115,7 +123,7 @@ def test_a_server_that_is_not_there_is_a_fault_and_no_error(scheme, tmp_path, lo
 @pytest.mark.parametrize("scheme", CLOUDS)
 @pytest.mark.parametrize("status", [401, 403])
 def test_credentials_that_are_refused_are_an_error_without_them(scheme, status, tmp_path):
-    with proxied(scheme, tmp_path) as (place, proxy), opened(place, **QUICK) as objects:
+    with proxied(scheme, tmp_path) as (place, proxy), opened(place, **PATIENT) as objects:
         proxy.status, proxy.body = status, (DENIED % "AccessDenied").encode()
         with pytest.raises(OptionError, match="refuses the credentials") as found:
             objects.check()
@@ -126,7 +134,7 @@ def test_credentials_that_are_refused_are_an_error_without_them(scheme, status, 
 
 
 def test_no_secret_is_in_a_warning_or_a_cause(tmp_path, log):
-    with proxied("s3", tmp_path) as (place, proxy), opened(place, **QUICK) as objects:
+    with proxied("s3", tmp_path) as (place, proxy), opened(place, **PATIENT) as objects:
         proxy.status, proxy.body = 403, (DENIED % "AccessDenied").encode()
         assert objects.read([("one", 0, 1)]) == [None]
         said = [*texts(log), repr(objects), repr(objects.bucket), str(objects.cause), repr(objects.cause)]
@@ -134,8 +142,8 @@ def test_no_secret_is_in_a_warning_or_a_cause(tmp_path, log):
     assert "No access for … with …" in said[0]
 
 
-def test_a_bucket_that_takes_no_objects_is_read(failing, log):
-    objects, proxy = failing
+def test_a_bucket_that_takes_no_objects_is_read(answering, log):
+    objects, proxy = answering
     proxy.status, proxy.body = 403, (DENIED % "AccessDenied").encode()
     proxy.only = "PUT " if objects.bucket.url.startswith("s3") else "POST "
     assert not objects.write("two", b"2") and not objects.write("two", b"2")
@@ -154,7 +162,10 @@ def test_credentials_that_have_expired_are_read_again(tmp_path, monkeypatch, log
 
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
     write("OLDKEY")
-    with proxied("s3", tmp_path, key=None, secret=None) as (place, proxy), opened(place, **QUICK) as objects:
+    with (
+        proxied("s3", tmp_path, key=None, secret=None) as (place, proxy),
+        opened(place, **PATIENT) as objects,
+    ):
         assert objects.write("one", DATA)
         proxy.status, proxy.body, proxy.only = 400, (DENIED % "ExpiredToken").encode(), "OLDKEY"
         write("NEWKEY")
@@ -172,15 +183,15 @@ def test_credentials_that_have_expired_are_read_again(tmp_path, monkeypatch, log
 def test_many_ranges_are_asked_for_at_once(tmp_path):
     with proxied("s3", tmp_path) as (place, proxy), opened(place) as objects:
         objects.write("one", DATA)
-        proxy.delay = 0.05
+        proxy.delay = 0.25
         begun = time.monotonic()
         ranges = [("one", start, start + 100) for start in range(0, 6400, 100)]
         assert objects.read(ranges) == [DATA[start:end] for _, start, end in ranges]
-        assert time.monotonic() - begun < 64 * 0.05
+        assert time.monotonic() - begun < 64 * 0.25
 
 
-def test_an_object_that_is_deleted_meanwhile_is_no_fault(failing):
-    objects, _ = failing
+def test_an_object_that_is_deleted_meanwhile_is_no_fault(answering):
+    objects, _ = answering
     objects.write("two", DATA)
     objects.remove(["one"])
     assert objects.read([("one", 0, 3), ("two", 0, 3)]) == [None, DATA[:3]] and objects.faults == 0
@@ -194,8 +205,8 @@ def test_what_cannot_be_removed_is_an_error(failing):
             objects.remove(names)
 
 
-def test_many_objects_are_removed(failing):
-    objects, _ = failing
+def test_many_objects_are_removed(answering):
+    objects, _ = answering
     for name in ("a/two", "four"):
         objects.write(name, DATA)
     objects.remove(["one", "a/two", "none", "four"])
