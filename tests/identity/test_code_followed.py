@@ -995,6 +995,26 @@ def test_environment_variables_may_be_left_out(project, monkeypatch):
     assert torch.equal(cached(X), before)
 
 
+def test_what_a_constructor_reads_counts_by_its_result(project, monkeypatch):
+    text = """
+import os
+from torch import nn
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = float(os.environ["SCALE"])
+    def forward(self, x):
+        return x * self.scale
+"""
+    kind, found = project({"model.py": text}).Model, []
+    for value in ("2", "3", "2.0"):
+        monkeypatch.setenv("SCALE", value)
+        cached = torchcache(kind())
+        assert torch.equal(cached(X), X * float(value))
+        found.append(namespace(cached))
+    assert found[0] == found[2] != found[1]
+
+
 def test_the_number_of_a_rank_does_not_count(project, monkeypatch):
     text = "import os\ndef model(x):\n    return x + int(os.environ.get('RANK', 0)) * 0\n"
     monkeypatch.setenv("RANK", "0")

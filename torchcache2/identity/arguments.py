@@ -262,7 +262,7 @@ class _ValueEncoder(Encoder):
             data = b"s" + text_bytes(value)
             return data + _file_state(value) if _is_file_name(value) else data
         data = super().encode(value, path)
-        return data + _file_state(value) if hasattr(value, "__fspath__") else data
+        return data + _file_state(value) if hasattr(type(value), "__fspath__") else data
 
     def other(self, value: Any, path: str) -> bytes:
         """Encode columns of tables, PIL images, and a tokenizer's encodings."""

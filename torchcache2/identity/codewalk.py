@@ -574,7 +574,7 @@ class CodeWalk(Encoder):
             self.scopes.append((scope, attribute, value))
         self._constants |= {value} if type(value) is str else set()
         if any(value is one for one in _ENVIRONMENT):  # only the variables that code names count
-            self._reads_environment = True
+            self._reads_environment |= id(function) not in self._constructors
             return None
         is_renamed = any(value is one for one in _IMPORTERS) and chain[-1] not in IMPORTING
         if is_renamed or any(value is one for one in _UNFOLLOWED):
