@@ -33,7 +33,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchcache2.core import private
-from torchcache2.core.logs import logger
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.values import attributes
 from torchcache2.identity import libraries, marks
@@ -56,7 +55,7 @@ from torchcache2.identity.encoding import (
 from torchcache2.identity.fingerprint import Fingerprint
 from torchcache2.identity.guard import MUTABLE, alike, content
 from torchcache2.identity.memos import Memo, memos_of
-from torchcache2.identity.sharded import ShardedError, Shards
+from torchcache2.identity.sharded import Shards
 from torchcache2.identity.sourcecode import CompiledTexts
 from torchcache2.identity.uses import is_plain, unmangled
 
@@ -222,10 +221,7 @@ class Walk(CodeWalk):
             return super().encode(value, path)
         except RecursionError:
             return self.unreadable(value, f"{path} (too deep)")
-        except (ShardedError, UnencodableError):
-            raise
-        except Exception as error:  # of its own code: it may hide or make up attributes, such as `__class__`
-            logger.debug("%s cannot be read: %r", path, error)
+        except AttributeError:  # it hides basic attributes, such as `__class__`
             return self.unreadable(value, path)
 
     def kind(self, kind: type, path: str) -> bytes:
