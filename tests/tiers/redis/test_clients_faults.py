@@ -78,15 +78,15 @@ def test_a_silent_server_is_waited_for_once(log):
         RedisServer() as one,
         RedisServer() as two,
         RedisServer() as three,
-        connected(one, two, three, read_timeout=1.5, pause=0.05) as clients,
+        connected(one, two, three, read_timeout=2.5, pause=0.05) as clients,
     ):
         put(clients, some)
         one.pause()
         two.pause()
-        assert 1.4 < seconds(get, clients, some) < 2.9  # both together
+        assert 2.4 < seconds(get, clients, some) < 4.9  # both together
         # They are tried again, and nobody waits for that.
         wait_until(lambda: get(clients, some) and clients.faults >= 4)
-        assert statistics.median(seconds(get, clients, some) for _ in range(20)) < 0.7
+        assert statistics.median(seconds(get, clients, some) for _ in range(20)) < 1.5
         assert 0 < sum(value is not None for value in get(clients, some)) < 100
         one.resume()
         two.resume()
@@ -105,8 +105,8 @@ def test_a_server_that_takes_no_connection_costs_the_time_of_one():
         for filler in fillers:
             filler.setblocking(False)
             filler.connect_ex(("127.0.0.1", port))
-        with connected(f"redis://127.0.0.1:{port}", connect_timeout=1.0, pause=FOREVER) as clients:
-            assert 0.9 < seconds(get, clients, keys(3)) < 1.9
+        with connected(f"redis://127.0.0.1:{port}", connect_timeout=2.0, pause=FOREVER) as clients:
+            assert 1.9 < seconds(get, clients, keys(3)) < 3.9
             assert statistics.median(seconds(get, clients, keys(3)) for _ in range(5)) < 0.5
             assert clients.faults == 1
         for filler in fillers:
