@@ -113,7 +113,7 @@ def test_a_reader_makes_way_for_a_writer_with_its_folder(tmp_path, log):
             second.__getitems__(list(range(20, COUNT)))
             start = time.monotonic()
             second.flush()
-            assert time.monotonic() - start < 5.0
+            assert time.monotonic() - start < 15.0
             assert cached.missing().tolist() == []
     assert len([name for _, name, _ in names_in(bucket) if name.endswith(".safetensors")]) == 4
     assert warnings_of(log) == []
