@@ -658,7 +658,7 @@ class CodeWalk(Encoder):
         """Write the file of a project's extension module, once."""
         if not isinstance(module, types.ModuleType) or self.origins.of(module) != "project":
             return
-        if data := self._texts.once(sourcecode.extension_digest, module):
+        if data := self._texts.extension(module):
             self.parts[f"extension {module.__name__}"] = data.encode()
 
     def held_module(self, module: types.ModuleType, path: str) -> bytes:

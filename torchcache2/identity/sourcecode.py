@@ -130,12 +130,6 @@ def file_digest(path: str) -> str:
         return ""
 
 
-def extension_digest(module: types.ModuleType) -> str:
-    """Digest of the file of an extension module, which has code without source; empty for other modules."""
-    file = getattr(module, "__file__", None) or ""
-    return file_digest(file) if file.endswith(tuple(importlib.machinery.EXTENSION_SUFFIXES)) else ""
-
-
 def function_source(function: types.FunctionType, texts: CompiledTexts) -> str | None:
     """Source of a function without decorators and indentation; None if unavailable.
 
@@ -226,9 +220,10 @@ class CompiledTexts:
     def __init__(self) -> None:
         self._compiled = functools.lru_cache(_MOST_TEXTS)(_compiled)
         self._words = functools.lru_cache(_MOST_TEXTS)(_words)
+        self._digest = functools.lru_cache(_MOST_TEXTS)(file_digest)
         self._read: dict[tuple[Callable[..., Any], int], tuple[tuple[Any, ...], Any]] = {}
 
-    def once(self, read: Callable[..., _T], code: types.CodeType | types.ModuleType, *more: Any) -> _T:
+    def once(self, read: Callable[..., _T], code: types.CodeType, *more: Any) -> _T:
         """The result of `read` for code; calls it again only if the other arguments have changed."""
         key = read, id(code)
         known = self._read.get(key)
@@ -238,6 +233,11 @@ class CompiledTexts:
             known = self._read[key] = (code, *more), read(code, *more)
         found: _T = known[1]
         return found
+
+    def extension(self, module: types.ModuleType) -> str:
+        """Digest of the file of an extension module, whose code has no source; empty for other modules."""
+        file = getattr(module, "__file__", None) or ""
+        return self._digest(file) if file.endswith(tuple(importlib.machinery.EXTENSION_SUFFIXES)) else ""
 
     def words(self, file: str) -> frozenset[str]:
         """The words of a file that may be names: attributes, and those that begin a text."""
