@@ -237,7 +237,7 @@ def test_an_entry_that_names_a_file_counts_with_the_state_of_the_file(kind, tmp_
 
 
 def test_a_file_that_all_items_share_counts_with_its_state(tmp_path):
-    path = tmp_path / "scales.txt"
+    path = tmp_path / "scales.safetensors"
     path.write_text("2")
 
     @torchcache
@@ -256,7 +256,7 @@ def test_a_file_that_all_items_share_counts_with_its_state(tmp_path):
 def test_texts_that_name_nothing_are_texts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.d").mkdir()
-    texts = ["", ".", "a.b", "folder.d", "a dog.", "x" * 9000 + ".py", "a\0.py", "\ud800.py"]
+    texts = ["", ".", "a.b", "folder.d", "a dog.", "Mr. Smith", "x" * 9000 + ".py", "a\0.py", "\ud800.py"]
 
     @torchcache(item_args="texts")
     def lengths(texts):

@@ -194,7 +194,7 @@ class CacheLoader(Keeper):
         return f"<{self._recipe.title} {where}>"
 
 
-# If a cached dataset or module refers to a loader, its prefix and version are part of the key.
+# In the key of a dataset or module that refers to a loader, the loader's prefix and version stand for it.
 setattr(CacheLoader, ADDED_ATTRIBUTE, True)
 setattr(CacheLoader, ORIGINAL_ATTRIBUTE, property(lambda self: self._recipe.identity.namespace))
 

@@ -50,6 +50,7 @@ _MOST_KEEPERS = 64
 _DEFAULT = b"default"
 _ELEMENT = re.compile(r"(\w+)\[\d+\]")  # the path of a tensor in a list
 _KINDS = inspect.Parameter
+_LONGEST_SUFFIX = 13  # characters, with its dot
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
 _UNCHANGING = (Tensor, torch.nn.Parameter, *_PLAIN)
 _MISSING = object()
@@ -240,8 +241,9 @@ class _ObjectKeepers:
 
 
 def _is_file_name(text: str) -> bool:
-    """Whether a text may name a file: it ends in a suffix of up to four characters."""
-    return "." in text[-5:-1]
+    """Whether a text may name a file: it ends in a dot and letters or digits, such as ``.safetensors``."""
+    _, dot, suffix = text[-_LONGEST_SUFFIX:].rpartition(".")
+    return bool(dot) and suffix.isalnum()
 
 
 def _file_state(value: Any) -> bytes:
@@ -258,11 +260,9 @@ class _ValueEncoder(Encoder):
 
     def encode(self, value: Any, path: str) -> bytes:
         """The bytes of `value`, and if it names a file, the state of that."""
-        if type(value) is str:
-            data = b"s" + text_bytes(value)
-            return data + _file_state(value) if _is_file_name(value) else data
-        data = super().encode(value, path)
-        return data + _file_state(value) if hasattr(type(value), "__fspath__") else data
+        data, kind = super().encode(value, path), type(value)
+        may_be_file = _is_file_name(value) if kind is str else hasattr(kind, "__fspath__")
+        return data + _file_state(value) if may_be_file else data
 
     def other(self, value: Any, path: str) -> bytes:
         """Encode columns of tables, PIL images, and a tokenizer's encodings."""

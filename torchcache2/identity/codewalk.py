@@ -39,7 +39,7 @@ _MISSING = object()
 # Code that calls these reaches things that it does not name. (`locals` reaches only named things.)
 _UNFOLLOWED = (eval, exec, globals, sys.modules)
 _ENVIRONMENT = (os.environ, os.getenv)
-# Which rank a process is does not change what it computes, and ranks share rows.
+# Variables that only say which rank a process is: ranks compute the same, and share rows.
 _OF_RANKS = re.compile(
     "((LOCAL|NODE|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|(SLURM|TORCHELASTIC)_.*"
 )

@@ -286,7 +286,7 @@ _LEFT_OUT = {
     # Raises if arguments differ from the exported ones, and returns nothing.
     ("torch", "GuardsFn"): ("forward",),
 }
-# What compiles a Python function counts by the function and the options: it refers to the whole compiler.
+# Compiled Python functions: only the function and the options count, as the object refers to its compiler.
 _COMPILERS = {
     ("numba", "Dispatcher"): ("py_func", "targetoptions"),
     ("numba", "DUFunc"): ("py_func", "targetoptions"),

@@ -149,7 +149,7 @@ def _of_job(fs: FileSystem, job: bytes) -> tuple[str, Descriptor]:
     while True:
         with contextlib.suppress(FileExistsError):
             os.mkdir(top, 0o700)
-        # If the last process of the job deletes the folder meanwhile, it is made again.
+        # If the job's last process deletes the folder meanwhile, the loop makes it again.
         with contextlib.suppress(FileNotFoundError):
             if os.lstat(top).st_uid != os.getuid():
                 raise PermissionError(f"{top} belongs to another user")

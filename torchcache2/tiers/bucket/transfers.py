@@ -362,7 +362,7 @@ class Downloads:
                     if len(found) == most or opened == _SIZES:
                         return found
         if is_unused and not found:
-            # Asking locks the namespace for a moment. A process that begins to use it then cannot mark it.
+            # Asking locks the namespace briefly: a process that begins to use it just then cannot mark it.
             self._not_before = time.monotonic() + _UNUSED
         return found
 

@@ -303,7 +303,7 @@ def _running(guard: str, file: Descriptor, limits: _Limits) -> Server | None:
     if not answers(server):
         let_go(guard)
         return None
-    # A share of free memory is compared as a share: its bytes differ from one moment to the next.
+    # Compare shares of free memory as shares: in bytes, they differ from one moment to the next.
     is_same = limits.asked == its.asked or limits.capacity == its.capacity
     if not is_same or limits.policy != its.policy:
         logger.info(
