@@ -917,17 +917,27 @@ class Dispatcher:
         self.compiler = {number: object() for number in range(1000)}  # of no canonical bytes
     def __call__(self, *args):
         return self.py_func(*args)
-def njit(f=None, **options):
-    return Dispatcher(f) if f else lambda f: Dispatcher(f, **options)
+class DUFunc:
+    def __init__(self, py_func, **options):
+        self.__wrapped__, self.targetoptions = py_func, options
+        self.compiler = {number: object() for number in range(1000)}
+    def __call__(self, *args):
+        return self.__wrapped__(*args)
+def njit(**options):
+    return lambda f: Dispatcher(f, **options)
+def vectorize(**options):
+    return lambda f: DUFunc(f, **options)
 """
 COMPILED = "import numba\n@numba.njit(fastmath=FAST)\ndef g(x):\n    return x * HERE\ndef model(x):\n    return g(x)\n"
 
 
-def test_a_function_that_numba_compiles_counts_by_its_source_and_options(installed, project, log):
+@pytest.mark.parametrize("name", ["njit", "vectorize"])
+def test_a_function_that_numba_compiles_counts_by_its_source_and_options(name, installed, project, log):
     installed("numba", NUMBA)
-    assert_counts(project, {"model.py": COMPILED.replace("FAST", "False")})
+    text = COMPILED.replace("njit", name)
+    assert_counts(project, {"model.py": text.replace("FAST", "False")})
     first, second = (
-        torchcache(project({"model.py": COMPILED.replace("FAST", fast)}).model) for fast in ("False", "True")
+        torchcache(project({"model.py": text.replace("FAST", fast)}).model) for fast in ("False", "True")
     )
     assert namespace(first) != namespace(second)
     assert not warnings_in(log)

@@ -289,7 +289,7 @@ _LEFT_OUT = {
 # Compiled Python functions: only the function and the options count, as the object refers to its compiler.
 _COMPILERS = {
     ("numba", "Dispatcher"): ("py_func", "targetoptions"),
-    ("numba", "DUFunc"): ("py_func", "targetoptions"),
+    ("numba", "DUFunc"): ("__wrapped__", "targetoptions"),
 }
 _CLASSES = frozenset(name for _, name in [*_LEFT_OUT, *_COMPILERS])
 _CALLED = ("forward",)  # the package calls it, but ignores its result
