@@ -126,6 +126,21 @@ def project():
     return Project(3, settings=Settings(2.0, ["a", "b"]), activation=torch.sin, b=1, a=(2, None))
 
 
+def sourceless():
+    scope = {}
+    exec("def double(x):\n    return x * 2", scope)
+    return scope["double"]
+
+
+def with_sourceless_helper():
+    helper = sourceless()
+
+    def quadruple(x):
+        return helper(helper(x))
+
+    return quadruple
+
+
 # Each with the shape of its input.
 READABLE = {
     "linear": (lambda: nn.Linear(4, 3), (5, 4)),
@@ -151,6 +166,8 @@ READABLE = {
     "traced graph": (lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 3), nn.ReLU())), (5, 4)),
     "project": (project, (5, 4)),
     "function": (lambda: function, (5, 4)),
+    "no source": (sourceless, (5, 4)),
+    "helper without source": (with_sourceless_helper, (5, 4)),
 }
 
 
@@ -160,28 +177,11 @@ def holding(value):
     return module
 
 
-def sourceless():
-    scope = {}
-    exec("def double(x):\n    return x * 2", scope)
-    return scope["double"]
-
-
-def with_sourceless_helper():
-    helper = sourceless()
-
-    def quadruple(x):
-        return helper(helper(x))
-
-    return quadruple
-
-
 # Each with the name that the warning gives the place.
 UNREADABLE = {
     "generator": (lambda: holding(i for i in range(3)), "kept"),
     "view of memory": (lambda: holding(memoryview(bytearray(3))), "kept"),
     "nested": (lambda: nn.Sequential(holding([{"deep": (i for i in ())}])), "0.kept[0]['deep']"),
-    "no source": (sourceless, "double"),
-    "helper without source": (with_sourceless_helper, "helper"),
 }
 
 

@@ -652,6 +652,76 @@ def test_functions_of_an_installed_package_count_by_its_version_and_globals(zoo,
     assert torch.equal(cached(X), X * 5)
 
 
+SETTINGS = """
+class Settings:
+    def __init__(self):
+        self.kept = {"scale": 2}
+    def __getattr__(self, name):
+        try:
+            return vars(self)["kept"][name]
+        except KeyError:
+            raise AttributeError(name)
+class Plain:
+    pass
+SETTINGS, PLAIN = Settings(), Plain()
+PLAIN.scale = 2
+"""
+
+
+@pytest.mark.parametrize("taken", ["SETTINGS.scale", "PLAIN.scale", "SETTINGS.kept['scale']"])
+def test_an_object_in_an_installed_module_counts_by_what_it_holds(taken, installed, project):
+    settings = installed("written_settings", SETTINGS)
+    text = f"import written_settings\ndef model(x):\n    return x * written_settings.{taken}\n"
+    cached, hashes = torchcache(project({"model.py": text}).model), []
+    for scale in (2, 3, 2):
+        settings.SETTINGS.kept["scale"] = settings.PLAIN.scale = scale
+        assert torch.equal(cached(X), X * scale)
+        hashes.append(cached.cache_instance.module_hash)
+    assert hashes[0] == hashes[2] != hashes[1]
+    assert cached.cache_instance.stats().hits == len(X)
+
+
+LOADS = """
+def __getattr__(name):
+    if name != "late":
+        raise AttributeError(name)
+    return globals().setdefault("late", Late(scale=2))
+"""
+HIDING = """
+class Late(dict):
+    def __iter__(self):
+        raise ValueError("nothing is here")
+    keys = __iter__
+"""
+RAISING = """
+class Late:
+    def __init__(self, scale):
+        pass
+    @property
+    def __class__(self):
+        raise ValueError("not now")
+"""
+
+
+def test_what_a_forward_loads_is_read_as_it_is_stored(installed, project, log):
+    installed("written_lazy", LOADS + HIDING)
+    text = "import written_lazy\ndef model(x):\n    return x * dict.get(written_lazy.late, 'scale')\n"
+    cached = torchcache(project({"model.py": text}).model)
+    for _ in range(3):
+        assert torch.equal(cached(X), X * 2)
+    assert cached.cache_instance.stats().hits == len(X)
+
+
+def test_what_a_forward_loads_may_raise_when_it_is_read(installed, project, log):
+    installed("written_lazy", LOADS + RAISING)
+    text = "import written_lazy\ndef model(x):\n    return x * len([written_lazy.late])\n"
+    cached = torchcache(project({"model.py": text}).model)
+    for _ in range(3):
+        assert torch.equal(cached(X), X)
+    assert cached.cache_instance.stats().bypasses["unreadable"] == 2 * len(X)
+    assert "reading it raised ValueError('not now')" in warnings_in(log)[0]
+
+
 def test_an_installed_module_that_is_imported_within_counts_by_its_file(installed, project):
     found = []
     for number in (2, 3):

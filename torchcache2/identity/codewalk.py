@@ -444,7 +444,7 @@ class CodeWalk(Encoder):
         where, owner, uses = self.origins.of(function), f"of {label.decode()}", None
         with self.inside(function):
             if where == "project":
-                source, uses = self._source(function, path, method)
+                source, uses = self._source(function, method)
                 parts = [source.encode("utf-8", "surrogatepass"), self._own(function, function.__name__)]
                 self._named(function, uses, owner)
             elif where == "installed":
@@ -467,15 +467,12 @@ class CodeWalk(Encoder):
         self.parts[label.decode()] = b"".join(map(sized, parts))
         return label
 
-    def _source(self, function: types.FunctionType, path: str, method: tuple[Any, ...]) -> tuple[str, Uses]:
+    def _source(self, function: types.FunctionType, method: tuple[Any, ...]) -> tuple[str, Uses]:
         """The source of a project function, and its uses of names; `method` is its name and class."""
         source = sourcecode.function_source(function, self._texts)
-        if source is None and sourcecode.is_of_other_main(function):  # such as a notebook's
+        if source is None:  # made by `exec`, pickled in another process, or its file has been edited
             self.uses.is_dynamic = True
             source = sourcecode.compiled(function.__code__)
-        elif source is None:
-            token = self.unreadable(function, f"{path or function.__name__} (no source)")
-            source = sourcecode.instructions(function.__code__) + token.hex()
         uses = self._in_hook(self._texts.once(uses_of, function.__code__, source))
         captured = {variable: value for variable, _, value in cells_of(function)}
         local = {*function.__code__.co_varnames, *function.__code__.co_cellvars}
@@ -579,12 +576,18 @@ class CodeWalk(Encoder):
         is_renamed = any(value is one for one in _IMPORTERS) and chain[-1] not in IMPORTING
         if is_renamed or any(value is one for one in _UNFOLLOWED):
             self._unfollowed(function, path, owner)
-        elif not isinstance(inside, types.ModuleType) or self.origins.of(inside) == "project":
+        elif not isinstance(inside, types.ModuleType) or self._is_read(inside, value):
             for one, where in self.read_of(uses, key, value, path):
                 self.parts[f"global {where} {owner}"] = self.encode(one, where)
         else:
             self.parts[f"global {path} {owner}"] = self._in_package(inside, value, path)
         return value
+
+    def _is_read(self, module: types.ModuleType, value: Any) -> bool:
+        """Whether code that names a value in a module reads its content: users' own, and others' settings."""
+        if self.origins.of(module) == "project":
+            return True
+        return self.origins.of(type(value)) == "installed" and type(getattr(value, "__dict__", None)) is dict
 
     def _unfollowed(self, function: types.FunctionType, what: str, owner: str) -> None:
         if id(function) not in self._constructors:

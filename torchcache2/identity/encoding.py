@@ -253,12 +253,7 @@ class Encoder:
         """The bytes of a container's elements."""
         if isinstance(value, (dict, types.MappingProxyType)):
             pairs = []
-            # Iterate a copy, as other threads may add elements to the original.
-            if isinstance(value, OrderedDict):  # its order may differ from that of its underlying dict
-                plain = dict(OrderedDict.items(value))
-            else:
-                plain = dict.copy(value) if isinstance(value, dict) else dict(value)
-            for key, element in plain.items():
+            for key, element in plain_dict(value).items():
                 place = f"{path}[{key!r}]" if isinstance(key, (str, int)) else f"{path}[…]"
                 pairs += [(key, place), (element, place)]
             return self.items(pairs)
@@ -266,6 +261,13 @@ class Encoder:
             elements = sorted(self.encode(element, f"{path}{{…}}") for element in list(value))
             return b"".join(map(sized, elements))
         return self.items([(element, f"{path}[{i}]") for i, element in enumerate(list(value))])
+
+
+def plain_dict(value: Mapping[Any, Any]) -> dict[Any, Any]:
+    """What a dict of any class holds, whatever its methods say; a copy, as other threads may add elements."""
+    if isinstance(value, OrderedDict):  # its order may differ from that of its underlying dict
+        return dict(OrderedDict.items(value))
+    return dict.copy(value) if isinstance(value, dict) else dict(value)
 
 
 # The containers and values whose subclasses `Encoder.compound` can read.

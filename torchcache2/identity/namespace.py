@@ -196,9 +196,12 @@ class NamespaceKeeper:
                     return _told(found)
                 containers = {} if guard is None else guard.changed_containers()
                 self._guard = None
-                # An assigned value may equal the old one: pruning, for example, assigns weights each time.
-                if self.look(root).namespace == before.namespace:
-                    return _told(found)
+                try:
+                    # An assigned value may equal the old one: pruning, for example, assigns weights each time.
+                    if self.look(root).namespace == before.namespace:
+                        return _told(found)
+                except Exception as error:  # the next call is passed through as unreadable
+                    return f"the module changed, and reading it raised {error!r}"
                 found |= changes(before, self.fingerprint, containers, module)
             elif (earlier := self.history.before(before)) is not None:  # another thread has looked
                 found |= changes(earlier, before, {}, module)

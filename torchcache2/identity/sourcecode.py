@@ -196,12 +196,6 @@ def instructions(code: types.CodeType) -> str:
     return "\n".join(steps)
 
 
-def is_of_other_main(function: types.FunctionType) -> bool:
-    """Whether a function comes from another process's ``__main__``, pickled with its code."""
-    scope = function.__globals__
-    return scope.get("__name__") == "__main__" and scope is not vars(sys.modules["__main__"])
-
-
 def compiled(code: types.CodeType) -> str:
     """Compiled code as text, in place of its source: independent of its position, not of Python's version."""
     return f"{importlib.util.MAGIC_NUMBER.hex()} {_marshalled(_without_place(code)).hex()}"

@@ -46,6 +46,7 @@ from torchcache2.identity.encoding import (
     UnencodableError,
     besides_value,
     digest,
+    plain_dict,
     qualified_name,
     readable,
     sized,
@@ -242,7 +243,7 @@ class Walk(CodeWalk):
             return b"".join(map(sized, sorted(self.encode(element, f"{path}{{…}}") for element in ordered)))
         if isinstance(value, dict):
             if libraries.left_out(type(value)):
-                value = self.without_skipped(type(value), dict(value), path)
+                value = self.without_skipped(type(value), plain_dict(value), path)
             self._note(value, value, path)
         return super().contents(value, path)
 
@@ -340,8 +341,11 @@ class Walk(CodeWalk):
             return  # several modules may share a configuration
         self._noted |= {id(owner), id(getattr(owner, "__dict__", None))}
         where = "{}[{!r}]" if isinstance(owner, dict) else "{}.{}"
-        items = dict(state).items()  # a copy, as another thread may change it
-        plain = {name: value for name, value in items if isinstance(name, str) and is_plain(value)}
+        plain = {
+            name: value
+            for name, value in plain_dict(state).items()
+            if isinstance(name, str) and is_plain(value)
+        }
         self._notes |= {where.format(path, name): value for name, value in plain.items()}
 
     # Objects.
