@@ -460,6 +460,8 @@ class CodeWalk(Encoder):
             self._captured(function, uses, owner)
             if where in ("project", "installed"):
                 self.reads.append((_FUNCTION_FIELDS, function))
+                keywords = function.__kwdefaults__ or {}
+                self.scopes += [(keywords, *item) for item in keywords.items()]
                 for name, value in _defaults_of(function).items():
                     # If a function made an installed one, its defaults are not in the file.
                     if where == "project" or "<locals>" in function.__qualname__ or is_plain(value):

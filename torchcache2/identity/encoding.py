@@ -267,7 +267,7 @@ def plain_dict(value: Mapping[Any, Any]) -> dict[Any, Any]:
     """What a dict of any class holds, whatever its methods say; a copy, as other threads may add elements."""
     if isinstance(value, OrderedDict):  # its order may differ from that of its underlying dict
         return dict(OrderedDict.items(value))
-    return dict.copy(value) if isinstance(value, dict) else dict(value)
+    return dict(dict.items(value) if isinstance(value, dict) else value)
 
 
 # The containers and values whose subclasses `Encoder.compound` can read.

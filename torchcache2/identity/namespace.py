@@ -196,8 +196,8 @@ class NamespaceKeeper:
                     return _told(found)
                 containers = {} if guard is None else guard.changed_containers()
                 self._guard = None
+                # An assigned value may equal the old one: pruning, for example, assigns weights each time.
                 try:
-                    # An assigned value may equal the old one: pruning, for example, assigns weights each time.
                     if self.look(root).namespace == before.namespace:
                         return _told(found)
                 except Exception as error:  # the next call is passed through as unreadable
