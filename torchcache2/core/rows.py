@@ -109,7 +109,7 @@ class Schema:
     def __hash__(self) -> int:
         return hash(self.leaves)
 
-    @property
+    @functools.cached_property
     def row_bytes(self) -> int:
         """Bytes of one row, all columns together."""
         return sum(leaf.row_bytes for leaf in self.leaves)

@@ -110,10 +110,13 @@ class Descriptors:
 
     def _find(self, files: _Files, path: str) -> Descriptor | None:
         """The file of a path, which counts as just used; None if it is not open."""
+        key = self._owner, path
         with self._lock():
-            file = files.get((self._owner, path))
-            with contextlib.suppress(KeyError):
-                files.move_to_end((self._owner, path))
+            try:
+                file = files[key]
+                files.move_to_end(key)
+            except KeyError:  # `suppress` would take longer than the rest
+                return None
             return file
 
     def get(self, path: str) -> Descriptor:

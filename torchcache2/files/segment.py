@@ -8,8 +8,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from torchcache2.core.memory import as_bytes, empty_bytes, moved
 from torchcache2.core.rows import Rows, Schema
 from torchcache2.core.sizes import check_room
 from torchcache2.files import codec as codecs
-from torchcache2.files.codec import MOST_PART, Codec, Piece, Plane, buffer, lane
+from torchcache2.files.codec import MOST_PART, Codec, Lane, Piece, Plane, buffer, lane
 from torchcache2.files.errors import DamagedError
 from torchcache2.files.filesystem import Descriptor, Descriptors, FileSystem, write_whole
 from torchcache2.files.layout import (
@@ -44,10 +45,10 @@ _FEW = 4  # blocks; so few are all tried
 _JOINED = 1 << 20  # bytes of a block that is written as one piece
 _CHECKED_AT_ONCE = 8 << 20  # bytes
 _DECODED_AT_ONCE = 1 << 18  # bytes
+_READ_AT_ONCE = 1 << 20  # bytes
 _SLOW, _SLOW_PER_BYTE = 50e-6, 1e-9  # seconds; reads from the page cache are faster
 Batch = tuple[Keys, Rows]
 Columns = list[np.ndarray[Any, np.dtype[np.uint8]]]
-Waited = Callable[[], object]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,6 +243,88 @@ def _slices(pieces: Sequence[Sequence[Bytes2D]], count: int) -> list[list[Bytes]
     return found
 
 
+class Filling:
+    """Columns that rows are read into, and blocks of these rows that are not decoded yet.
+
+    Blocks are decoded together, whichever segments they are from, as each decoding has a fixed cost; but only
+    a few at a time, so that they stay in the CPU cache.
+
+    Parameters
+    ----------
+    columns : list of ndarray of uint8, shape (k, bytes)
+        One for each leaf; `bytes` is the leaf's size in one row.
+    waited : callable
+        Called after each read, with whether it was so slow that it has probably waited for the disk.
+
+    Attributes
+    ----------
+    undecoded : list of int
+        The targets whose blocks could not be decoded.
+    """
+
+    def __init__(self, columns: Columns, waited: Callable[[bool], object] = bool) -> None:
+        self.columns = columns
+        self.views = [(column.reshape(-1).data, column.shape[1]) for column in columns if column.shape[1]]
+        self.row_bytes = sum(size for _, size in self.views)
+        self.undecoded: list[int] = []
+        self._waited = waited
+        self._kind = "", 0  # the codec's name, and rows of a block
+        self._codec: Codec | None = None
+        self._lanes: Sequence[Lane] = ()
+        self._data: list[memoryview] = []
+        self._places: list[tuple[int, int]] = []  # row among all rows of the blocks, and target
+
+    def read(
+        self, fs: FileSystem, file: Descriptor, buffers: Sequence[memoryview], start: int, end: int
+    ) -> None:
+        """Fill buffers from a range of a file."""
+        begun = time.perf_counter()
+        fs.read_all(file, buffers, start)
+        self._waited(time.perf_counter() - begun > _SLOW + (end - start) * _SLOW_PER_BYTE)
+
+    def add(
+        self, codec: Codec, lanes: Sequence[Lane], count: int, data: memoryview, places: list[tuple[int, int]]
+    ) -> None:
+        """Take a block of `count` rows; `places` has the numbers of some, and where to put each of them."""
+        if (codec.name, count) != self._kind:
+            self.decode()
+            self._kind, self._codec, self._lanes = (codec.name, count), codec, lanes
+        first = count * len(self._data)
+        self._data.append(data)
+        self._places += [(first + row, target) for row, target in places]
+        if (first + count) * self.row_bytes >= _DECODED_AT_ONCE:
+            self.decode()
+
+    def decode(self) -> None:
+        """Decode the blocks that were taken, into the columns."""
+        data, places, count = self._data, self._places, self._kind[1]
+        if not data:
+            return
+        self._data, self._places = [], []
+        if len(places) == count == 1:  # a large row is decoded where it has to be
+            target = places[0][1]
+            if not self._decode(data, [column[target : target + 1] for column in self.columns]):
+                self.undecoded.append(target)
+            return
+        outs = [np.empty((len(data), count * column.shape[1]), np.uint8) for column in self.columns]
+        rows, targets = np.array(places).T
+        if not self._decode(data, outs):
+            for i, one in enumerate(data):
+                if not self._decode([one], [out[i : i + 1] for out in outs]):
+                    self.undecoded += targets[rows // count == i].tolist()
+        for column, out in zip(self.columns, outs, strict=True):
+            if column.shape[1]:
+                column[targets] = out.reshape(-1, column.shape[1])[rows]
+
+    def _decode(self, data: list[memoryview], outs: Columns) -> bool:
+        assert self._codec is not None
+        try:
+            self._codec.decode_all(data, outs, self._lanes)
+        except DamagedError:
+            return False
+        return True
+
+
 class Segment:
     """The index of a segment with n rows, which are read from the file on request.
 
@@ -358,51 +441,44 @@ class Segment:
         file = self._descriptors.get(self.path)
         blocks = np.unique(rows // max(1, self.layout.rows_per_block))
         starts, ends = self._ranges(blocks)
-        for _, _, start, end in _runs(starts, ends):
+        for _, _, start, end in _runs(starts.tolist(), ends.tolist()):
             self.fs.will_need(file, start, end - start)
 
-    def read(
-        self,
-        rows: Array,
-        columns: Columns,
-        targets: Array,
-        waited: Waited = lambda: None,
-        checksums: Array | None = None,
-    ) -> bool:
-        """Read rows of one schema into columns; False if one of them is damaged.
+    def checksums_of(self, rows: Array) -> Array | None:
+        """xxh3-64 of some rows; None if the segment was opened without its index."""
+        return None if self._checksums is None else self._checksums[rows]
+
+    def read(self, rows: Array, columns: Columns, targets: Array) -> bool:
+        """Read rows like `fill`, in any order; False if one of them is damaged."""
+        if len(rows) == 0:
+            return True
+        order, filling = np.argsort(rows, kind="stable"), Filling(columns)
+        try:
+            self.fill(filling, rows[order], targets[order])
+        except DamagedError:
+            return False
+        filling.decode()
+        return not filling.undecoded and bool(
+            (row_checksums(columns, targets.tolist()) == self.checksums[rows]).all()
+        )
+
+    def fill(self, filling: Filling, rows: Array, targets: Array) -> None:
+        """Read rows of one schema, without comparing their checksums.
 
         Parameters
         ----------
+        filling : Filling
+            What to read them into; complete once its `decode` is called.
         rows : ndarray of int64, shape (m,)
-            Numbers of the rows in the segment.
-        columns : list of ndarray of uint8, shape (k, bytes)
-            One for each leaf; `bytes` is the leaf's size in one row.
+            Numbers of the rows in the segment, ascending.
         targets : ndarray of int64, shape (m,)
-            Position in the columns for each row, less than k.
-        waited : callable
-            Called when a read was so slow that it must have waited for the disk.
-        checksums : ndarray of uint64, shape (m,), optional
-            Checksums of the rows, for a segment opened without its index.
+            Position in the columns for each row.
         """
-        if len(rows) == 0:
-            return True
         file = self._descriptors.get(self.path)
-        order = np.argsort(rows, kind="stable")
-        rows, targets = rows[order], targets[order]
-        if self._checksums is not None:
-            expected = self._checksums[rows]
+        if self.layout.codec == "none":
+            self._read_plain(file, filling, rows, targets.tolist())
         else:
-            assert checksums is not None
-            expected = checksums[order]
-        try:
-            if self.layout.codec == "none":
-                self._read_plain(file, rows, columns, targets.tolist(), waited)
-            else:
-                self._read_blocks(file, rows, columns, targets, waited)
-        except DamagedError:
-            return False
-        found = row_checksums(columns, targets.tolist())
-        return bool((found == expected).all())
+            self._read_blocks(file, filling, rows, targets.tolist())
 
     def check(self) -> int:
         """Read all rows; returns how many are damaged."""
@@ -421,80 +497,41 @@ class Segment:
         columns = empty_columns(schema, 1)
         return sum(not self.read(rows[i : i + 1], columns, np.zeros(1, np.int64)) for i in range(len(rows)))
 
-    def _read_plain(
-        self,
-        file: Descriptor,
-        rows: Array,
-        columns: Columns,
-        targets: list[int],
-        waited: Waited,
-    ) -> None:
+    def _read_plain(self, file: Descriptor, filling: Filling, rows: Array, targets: list[int]) -> None:
         """Read rows directly into the columns, neighbours by one call."""
-        starts, ends = self._ranges(rows)
-        views = [(column.reshape(-1).data, column.shape[1]) for column in columns if column.shape[1]]
-        if ((ends - starts) != sum(size for _, size in views)).any():
-            raise DamagedError("a row of another size than its schema's")
+        views, size = filling.views, filling.row_bytes
+        if self.layout.rows_per_block:
+            starts, ends = self._ranges(rows)
+            if ((ends - starts) != size).any():
+                raise DamagedError("a row of another size than its schema's")
+            firsts = starts.tolist()
+        else:
+            firsts = [self._start + size * row for row in rows.tolist()]  # numpy is slower for a few
         if not views:
             return
         buffers = [view[place * size : place * size + size] for place in targets for view, size in views]
-        for first, last, start, end in _runs(starts, ends):
-            self._read_range(file, buffers[first * len(views) : last * len(views)], start, end, waited)
+        for first, last, start, end in _runs(firsts, [start + size for start in firsts]):
+            some = buffers[first * len(views) : last * len(views)]
+            filling.read(self.fs, file, some, start, end)
 
-    def _read_blocks(
-        self,
-        file: Descriptor,
-        rows: Array,
-        columns: Columns,
-        targets: Array,
-        waited: Waited,
-    ) -> None:
-        """Read and decode blocks, a few at a time, so that they stay in the CPU cache."""
+    def _read_blocks(self, file: Descriptor, filling: Filling, rows: Array, targets: list[int]) -> None:
+        """Read the blocks of rows, for `filling` to decode."""
         per_block = self.layout.rows_per_block
-        numbers = rows // per_block
-        blocks, firsts = np.unique(numbers, return_index=True)
-        bounds = [*firsts.tolist(), len(rows)]
-        starts, ends = self._ranges(blocks)
-        row_bytes = sum(column.shape[1] for column in columns)
-        step = max(1, _DECODED_AT_ONCE // max(1, row_bytes * per_block))
-        cuts = [*range(0, len(blocks), step), len(blocks)]
+        places = defaultdict[int, list[tuple[int, int]]](list)  # by block: row in it, and target
+        for row, target in zip(rows.tolist(), targets, strict=True):
+            places[row // per_block].append((row % per_block, target))
+        blocks = list(places)
         last_rows = len(self) - (self.layout.blocks - 1) * per_block
-        if last_rows < per_block and blocks[-1] == self.layout.blocks - 1 and len(blocks) - 1 not in cuts:
-            cuts.insert(-1, len(blocks) - 1)  # the last block has fewer rows, and is decoded alone
-        for begin, end in pairwise(cuts):
-            data: list[memoryview] = []
-            for first, last, start, end_of_run in _runs(starts[begin:end], ends[begin:end]):
-                run = memoryview(bytearray(end_of_run - start))
-                self._read_range(file, [run], start, end_of_run, waited)
-                if last - first == 1:
-                    data.append(run)
-                else:
-                    inside = (ends[begin + first : begin + last] - start).tolist()
-                    data += [run[a:b] for a, b in pairwise([0, *inside])]
-            if per_block == 1 and bounds[end] - bounds[begin] == 1:  # decode a large row where it has to be
-                place = targets[bounds[begin]]
-                self._codec.decode_all(data, [column[place : place + 1] for column in columns], self._lanes)
-                continue
-            count = last_rows if blocks[begin] == self.layout.blocks - 1 else per_block
-            outs = [np.empty((end - begin, count * column.shape[1]), np.uint8) for column in columns]
-            self._codec.decode_all(data, outs, self._lanes)
-            chosen = slice(bounds[begin], bounds[end])
-            which = np.searchsorted(blocks[begin:end], numbers[chosen]) * count + rows[chosen] % per_block
-            for column, out in zip(columns, outs, strict=True):
-                if column.shape[1]:
-                    column[targets[chosen]] = out.reshape(-1, column.shape[1])[which]
-
-    def _read_range(
-        self,
-        file: Descriptor,
-        buffers: Sequence[memoryview],
-        start: int,
-        end: int,
-        waited: Waited,
-    ) -> None:
-        begun = time.perf_counter()
-        self.fs.read_all(file, buffers, start)
-        if time.perf_counter() - begun > _SLOW + (end - start) * _SLOW_PER_BYTE:
-            waited()
+        starts, ends = (bounds.tolist() for bounds in self._ranges(np.array(blocks)))
+        for first, last, start, end in _runs(starts, ends):
+            run = memoryview(bytearray(end - start))
+            filling.read(self.fs, file, [run], start, end)
+            for block, begin, stop in zip(
+                blocks[first:last], starts[first:last], ends[first:last], strict=True
+            ):
+                count = last_rows if block == self.layout.blocks - 1 else per_block
+                data = run[begin - start : stop - start]
+                filling.add(self._codec, self._lanes, count, data, places[block])
 
     def _ranges(self, blocks: Array) -> tuple[Array, Array]:
         """Where blocks, or rows without blocks, begin and end in the file."""
@@ -527,16 +564,19 @@ class Segment:
         return self.layout.schema.with_shapes(shapes)
 
 
-def _runs(starts: Array, ends: Array) -> Iterator[tuple[int, int, int, int]]:
-    """Join adjacent ranges; yields the first range, the one after the last, and start and end in bytes."""
+def _runs(starts: list[int], ends: list[int]) -> Iterator[tuple[int, int, int, int]]:
+    """Join adjacent ranges; yields the first range, the one after the last, and start and end in bytes.
+
+    Joined ranges have at most `_READ_AT_ONCE` bytes.
+    """
     first, begin, end = 0, -1, -1
-    for place, (start, upto) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
-        if start != end:
+    for place, (start, upto) in enumerate(zip(starts, ends, strict=True)):
+        if start != end or upto - begin > _READ_AT_ONCE:
             if place:
                 yield first, place, begin, end
             first, begin = place, start
         end = upto
-    if len(starts):
+    if starts:
         yield first, len(starts), begin, end
 
 

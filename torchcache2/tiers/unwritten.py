@@ -16,6 +16,7 @@ from torchcache2.core.process import ProcessLock
 from torchcache2.core.rows import Rows, Schema
 from torchcache2.files.errors import UnserialisableError
 from torchcache2.files.layout import schema_text
+from torchcache2.files.segment import Filling
 
 _MOST_SCHEMAS = 1000
 
@@ -261,23 +262,18 @@ class Pending:
         for schema, parts in by_schema.items():
             yield schema, np.sort(np.concatenate(parts))
 
-    def read(
-        self,
-        rows: Array,
-        columns: list[Array],
-        targets: Array,
-        waited: object = None,
-        checksums: object = None,
-    ) -> bool:
-        """Copy rows of one schema into columns, uint8 ``(m, bytes)``, at `targets`."""
+    def checksums_of(self, rows: Array) -> None:
+        """None: rows in memory have no checksums."""
+
+    def fill(self, filling: Filling, rows: Array, targets: Array) -> None:
+        """Copy rows of one schema into the columns of `filling`, at `targets`."""
         numbers = self._batches_of(rows)
         for number in np.unique(numbers).tolist():
             which = np.flatnonzero(numbers == number)
             own = self.batches[number][1].rows
             chosen = rows[which] - self._starts[number]
-            for column, source in zip(columns, own.columns, strict=True):
+            for column, source in zip(filling.columns, own.columns, strict=True):
                 column[targets[which]] = as_bytes(source).numpy()[chosen]
-        return True
 
     def _batches_of(self, rows: Array) -> Array:
         starts = np.array(self._starts, np.int64)

@@ -644,13 +644,14 @@ def test_a_damaged_row_takes_no_other_row_with_it(path):
     tier.close()
 
 
-def test_damage_of_every_row_of_a_batch_from_many_segments(path, log):
+@pytest.mark.parametrize("codec", ["none", "brotli", "blosc2"])
+def test_damage_of_every_row_of_a_batch_from_many_segments(path, log, codec):
     for number in range(8):
-        fill(path, [(number, i) for i in range(5)], WIDTH, codec="none")
+        fill(path, [(number, i) for i in range(5)], WIDTH, codec=codec)
     for file in segments(path)[::2]:
         flip(file, -1)
     names = [(number, i) for i in range(5) for number in range(8)]
-    tier = handle(path, codec="none")
+    tier = handle(path, codec=codec)
     here = found(tier, names, WIDTH)
     assert here == sorted(name for name in names if name[0] % 2 == 1)
     assert tier.stats().corrupt == 4 and len(warnings_of(log)) == 1
@@ -743,8 +744,12 @@ def test_rows_that_wait_and_cannot_be_read_leave_the_folder_where_it_is(path, lo
     fill(path)
     tier = handle(path)
     put(tier, NEW, WIDTH)
+
+    def refuse(*args):
+        raise OSError(errno.EIO, "unreadable")
+
     with monkeypatch.context() as patch:
-        patch.setattr(Pending, "read", lambda *args: False)
+        patch.setattr(Pending, "fill", refuse)
         assert found(tier, OLD + NEW, WIDTH) == sorted(OLD)
     assert tier.stats().faults == 1 and tier.stats().corrupt == 0 and len(warnings_of(log)) == 1
     tier.close()

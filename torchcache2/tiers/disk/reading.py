@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ import torch
 from torchcache2.core.keys import Array, Flags, Keys, Positions
 from torchcache2.core.rows import Parts, Rows, Schema, merged
 from torchcache2.files.errors import AwayError, DamagedError, NewerFormatError
-from torchcache2.files.segment import Columns, Segment, empty_columns, rows_of
+from torchcache2.files.segment import Columns, Filling, Segment, empty_columns, row_checksums, rows_of
 from torchcache2.tiers.bucket.source import BucketSource
 from torchcache2.tiers.disk.health import Health
 from torchcache2.tiers.disk.index import AnySegment, NamespaceIndex, RowLocations, TierIndex
@@ -164,7 +165,7 @@ class Reader:
                     self._fs.touch(segment.path)
 
 
-_Job = tuple[int, RowLocations, Positions]  # rows of one schema in one segment, and their positions
+_Job = tuple[int, Array]  # the number of a segment, and which of the rows to read from it
 
 
 def read_rows(
@@ -172,29 +173,31 @@ def read_rows(
 ) -> tuple[list[tuple[Positions, Rows]], dict[int, Exception]]:
     """Read rows by schema; also returns the error of each unreadable segment, whose rows are left out.
 
-    `positions` are positions in the batch, ascending. Rows of other segments are left out, too. As soon as
-    one read had to wait for the disk, the system is asked to read all rows ahead.
+    `positions` are positions in the batch. Rows of other segments are left out, too. Once reads have to wait
+    for the disk, the system is asked to read all rows ahead.
     """
+    order = np.lexsort((where.rows, where.numbers))  # as in the files
+    where, positions = where.at(order), positions[order]
+    cuts = np.flatnonzero(where.numbers[1:] != where.numbers[:-1]) + 1
     jobs: dict[Schema, list[_Job]] = {}
     ahead: dict[int, Array] = {}
-    size = 0
-    order = np.argsort(where.numbers, kind="stable")
-    ordered = where.numbers[order]
-    for number, segment in segments.items():
-        which = order[slice(*np.searchsorted(ordered, (number, number + 1)))]
-        ahead[number] = rows = where.rows[which]
-        for schema, some in segment.schemas(rows):
-            chosen = which[some]
-            jobs.setdefault(schema, []).append((number, where.at(chosen), positions[chosen]))
-            size += schema.row_bytes * len(chosen)
+    for begin, end in pairwise([0, *cuts.tolist(), len(order)]):
+        number = int(where.numbers[begin])
+        if number in segments:
+            ahead[number] = rows = where.rows[begin:end]
+            for schema, some in segments[number].schemas(rows):
+                jobs.setdefault(schema, []).append((number, begin + some))
+    size = sum(schema.row_bytes * sum(len(which) for _, which in some) for schema, some in jobs.items())
     failed: dict[int, Exception] = {}
     with _Ahead(segments, ahead, size) as asks:
-        parts = [_read(segments, schema, some_jobs, failed, asks) for schema, some_jobs in jobs.items()]
+        parts = [
+            _read(segments, schema, some, where, positions, failed, asks) for schema, some in jobs.items()
+        ]
     return [part for part in parts if part is not None], failed
 
 
 class _Ahead:
-    """Asks the system to read rows ahead, once a read had to wait for the disk.
+    """Asks the system to read rows ahead, once reads have to wait for the disk.
 
     `rows` are given by segment. If they have many bytes, a thread asks, as the call blocks while the system's
     queue is full.
@@ -203,6 +206,7 @@ class _Ahead:
     def __init__(self, segments: Mapping[int, AnySegment], rows: dict[int, Array], size: int) -> None:
         self._segments, self._rows, self._size = segments, rows, size
         self._thread: threading.Thread | None = None
+        self._slow = 0  # reads in a row, until now
 
     def __enter__(self) -> _Ahead:
         away = [n for n, one in self._segments.items() if isinstance(one, Segment) and one.is_away()]
@@ -213,8 +217,11 @@ class _Ahead:
         if self._thread is not None:
             self._thread.join()
 
-    def __call__(self) -> None:
-        """Ask for all rows, at the first call only."""
+    def __call__(self, is_slow: bool) -> None:
+        """Ask for all rows, once, when two reads in a row were slow: one may have met a page fault."""
+        self._slow = self._slow + 1 if is_slow else 0
+        if self._slow < 2:
+            return
         rows, self._rows = self._rows, {}
         if rows and self._size >= _ASKED_BESIDE:
             thread = threading.Thread(
@@ -236,28 +243,44 @@ def _read(
     segments: Mapping[int, AnySegment],
     schema: Schema,
     jobs: list[_Job],
+    where: RowLocations,
+    positions: Positions,
     failed: dict[int, Exception],
-    waited: Callable[[], object],
+    waited: Callable[[bool], object],
 ) -> tuple[Positions, Rows] | None:
     """Rows of one schema, by position; adds the errors of unreadable segments to `failed`."""
-    wanted = np.sort(np.concatenate([places for _, _, places in jobs]))
+    chosen = np.concatenate([which for _, which in jobs])
+    where, positions = where.at(chosen), positions[chosen]
+    wanted = np.sort(positions)
+    targets = np.searchsorted(wanted, positions)
+    is_checked, errors, start = np.zeros(len(wanted), bool), dict[int, Exception](), 0
     try:
         columns: Columns = empty_columns(schema, len(wanted))
+        filling = Filling(columns, waited)
+        for number, which in jobs:
+            some = slice(start, start + len(which))
+            start, rows, segment = some.stop, where.rows[some], segments[number]
+            try:
+                segment.fill(filling, rows, targets[some])
+            except (OSError, DamagedError) as error:
+                errors[number] = error.with_traceback(None)  # its frames would keep the file open
+                continue
+            is_checked[some] = isinstance(segment, Segment)
+            if (checksums := segment.checksums_of(rows)) is not None:
+                where.checksums[some] = checksums
+        filling.decode()
     except MemoryError as error:
-        failed.update((number, error.with_traceback(None)) for number, _, _ in jobs)
+        failed.update((number, error.with_traceback(None)) for number, _ in jobs)
         return None
-    good = np.ones(len(wanted), bool)
-    for number, at, places in jobs:
-        targets = np.searchsorted(wanted, places)
-        try:
-            if not segments[number].read(at.rows, columns, targets, waited, at.checksums):
-                raise DamagedError("a row differs from its checksum")
-        except (OSError, DamagedError, MemoryError) as error:
-            good[targets] = False
-            failed[number] = error.with_traceback(None)  # its frames would keep the file open
+    checked = np.flatnonzero(is_checked)
+    is_bad = row_checksums(columns, targets[checked].tolist()) != where.checksums[checked]
+    is_bad |= np.isin(targets[checked], filling.undecoded)
+    for number in np.unique(where.numbers[checked[is_bad]]).tolist():
+        errors[number] = DamagedError("a row differs from its checksum")
+    failed |= errors
     result = rows_of(schema, columns, len(wanted))
-    if good.all():
+    if not errors:
         return wanted, result
-    if not good.any():
-        return None
-    return wanted[good], result.take(torch.from_numpy(np.flatnonzero(good)))
+    good = np.ones(len(wanted), bool)
+    good[targets[np.isin(where.numbers, list(errors))]] = False
+    return (wanted[good], result.take(torch.from_numpy(np.flatnonzero(good)))) if good.any() else None
