@@ -8,6 +8,7 @@ in the row (3e-4 for float32, 3e-2 for float16, 9e-2 for bfloat16). Everything e
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection
 from typing import Any
 
@@ -15,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchcache2.core.keys import Positions
 from torchcache2.core.private import product_precision
-from torchcache2.core.rows import Leaf, Rows
+from torchcache2.core.rows import Leaf, Rows, Schema
 from torchcache2.engine.values.outputs import ItemRows, entry_parts
 
 _PLACES = ("cpu", "cuda")
@@ -59,11 +61,13 @@ def _entry_differences(
 ) -> Differences:
     """The largest difference of each item's entries, in lists with an entry per item."""
     apart = np.full(len(old), np.inf)
-    theirs = entry_parts(fresh)
+    theirs = defaultdict[Schema, list[tuple[Positions, Rows]]](list)
+    for others, their_rows in entry_parts(fresh):
+        theirs[their_rows.schema].append((others, their_rows))
     for positions, rows in entry_parts(old):
-        for others, their_rows in theirs:
+        for others, their_rows in theirs[rows.schema]:
             shared, mine, other = np.intersect1d(positions, others, return_indices=True)
-            if len(shared) and rows.schema == their_rows.schema:
+            if len(shared):
                 sides = rows.take(torch.from_numpy(mine)), their_rows.take(torch.from_numpy(other))
                 found = leaf_differences(*sides, dtypes, power=power)
                 apart[shared] = np.max([np.zeros(len(shared)), *found.values()], axis=0)

@@ -521,7 +521,7 @@ class Segment:
         for row, target in zip(rows.tolist(), targets, strict=True):
             places[row // per_block].append((row % per_block, target))
         blocks = list(places)
-        last_rows = len(self) - (self.layout.blocks - 1) * per_block
+        last_block = self.layout.blocks - 1
         starts, ends = (bounds.tolist() for bounds in self._ranges(np.array(blocks)))
         for first, last, start, end in _runs(starts, ends):
             run = memoryview(bytearray(end - start))
@@ -529,7 +529,7 @@ class Segment:
             for block, begin, stop in zip(
                 blocks[first:last], starts[first:last], ends[first:last], strict=True
             ):
-                count = last_rows if block == self.layout.blocks - 1 else per_block
+                count = per_block if block < last_block else len(self) - last_block * per_block
                 data = run[begin - start : stop - start]
                 filling.add(self._codec, self._lanes, count, data, places[block])
 

@@ -98,7 +98,9 @@ def check_same(check: str, left: Any, right: Any, *, exact: bool = True) -> None
         raise ZooError(check, f"the structure is {left_structure}, not {right_structure}")
     for number, (a, b) in enumerate(zip(left_leaves, right_leaves, strict=True)):
         if not isinstance(a, Tensor):
-            if a != b:
+            if type(a) is type(b) and hasattr(a, "__dict__") and not isinstance(a, type):  # such as a cache
+                check_same(check, vars(a), vars(b), exact=exact)
+            elif a != b:
                 raise ZooError(check, f"leaf {number} is {a!r}, not {b!r}")
         elif (a.dtype, a.shape) != (b.dtype, b.shape):
             raise ZooError(check, f"leaf {number} is {a.dtype} {a.shape}, not {b.dtype} {b.shape}")
@@ -183,7 +185,8 @@ def check_weight(plain: nn.Module, cached: Counted, batch: dict[str, Any], expec
     twins = dict(cached.model.named_parameters())
     parameters = [item for item in plain.named_parameters() if item[1].is_floating_point()]
     found = None
-    for name, weight in parameters[:: -(len(parameters) // _MOST_TRIED + 1)]:
+    step = len(parameters) // _MOST_TRIED + 1
+    for name, weight in [one for first in range(step) for one in parameters[first::step][::-1]]:
         before = weight.clone()
         weight.mul_(1.5).add_(0.25)
         if differ(plain(**batch), expected):

@@ -118,7 +118,9 @@ def _guesses(model: nn.Module) -> list[Any]:
         "input_features": _spectra,
         "input_values": _sounds,
     }
-    usual = [name for name in (model.main_input_name, *main) if name in takes and name in main]
+    names = model.main_input_name  # or several
+    usual = [*([names] if isinstance(names, str) else names), *main]
+    usual = [name for name in usual if name in takes and name in main]
     found = []
     for name in dict.fromkeys(usual):
         found.append(functools.partial(_some, model, {name: main[name]}))
