@@ -2,6 +2,8 @@
 
 # ruff: noqa: E501 (texts of small files, one a line)
 
+import copy
+import functools
 import importlib
 import importlib.util
 import pkgutil
@@ -12,6 +14,7 @@ import pytest
 import torch
 import xxhash
 from torch import nn
+from torch.nn import functional as F
 
 from tests.helpers import warm
 from tests.helpers.outputs import namespace, warnings_in
@@ -650,6 +653,41 @@ def test_functions_of_an_installed_package_count_by_its_version_and_globals(zoo,
     assert torch.equal(cached(X), X * 2)
     monkeypatch.setattr(zoo, "FACTOR", 5)
     assert torch.equal(cached(X), X * 5)
+
+
+def test_a_function_put_into_torchs_functional_counts_for_whoever_calls_it(installed, project, monkeypatch):
+    text = "from torch.nn import functional as F\ndef attend(x):\n    return F.scaled_dot_product_attention(x, x, x)\n"
+    installed("written_model", text)
+    text = "import written_model\ndef model(x):\n    return written_model.attend(x)\n"
+    layer = nn.TransformerDecoderLayer(2, 1, 3, batch_first=True).eval().requires_grad_(False)
+    text += "def doubled(x, y, *z, **options):\n    return 2 * y\n"
+    made, x = project({"model.py": text}), torch.rand(4, 3, 2)
+    models = [(torchcache(made.model), made.model, (x,)), (torchcache(copy.deepcopy(layer)), layer, (x, x))]
+    for cached, plain, arguments in models:
+        hashes = []
+        for function in (F.scaled_dot_product_attention, made.doubled):
+            for put in (function, functools.partial(function)):
+                with monkeypatch.context() as patch:
+                    patch.setattr(F, "scaled_dot_product_attention", put)
+                    for _ in range(2):
+                        assert torch.equal(cached(*arguments), plain(*arguments))
+                    hashes.append(cached.cache_instance.module_hash)
+        assert len(set(hashes)) == 4
+        cached(*arguments)
+        assert cached.cache_instance.module_hash == hashes[0]
+        assert cached.cache_instance.stats().hits == 5 * len(x)
+
+
+def test_a_forward_that_a_package_puts_on_a_class_of_torch_counts(installed, monkeypatch):
+    package = installed("written_fast", "def forward(self, x):\n    return x * 2\n")
+    plain, hashes = nn.Tanh(), []
+    cached = torchcache(nn.Tanh())
+    for function in (nn.Tanh.forward, package.forward, nn.Tanh.forward):
+        monkeypatch.setattr(nn.Tanh, "forward", function)
+        assert torch.equal(cached(X), plain(X))
+        hashes.append(cached.cache_instance.module_hash)
+    assert hashes[0] == hashes[2] != hashes[1]
+    assert cached.cache_instance.stats().hits == len(X)
 
 
 SETTINGS = """

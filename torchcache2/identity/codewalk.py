@@ -45,6 +45,11 @@ _OF_RANKS = re.compile(
 )
 _IMPORTERS = (importlib.import_module, __import__)
 _CODE = (type, types.FunctionType, types.MethodType, types.ModuleType, staticmethod, classmethod, property)
+_FUNCTIONAL = sorted(
+    name
+    for name, value in vars(nn.functional).items()
+    if callable(value) and not isinstance(value, type) and not name.startswith("_")
+)
 # Attributes that every class statement adds.
 _CLASS_NOISE = frozenset(
     (
@@ -246,8 +251,16 @@ class CodeWalk(Encoder):
         named = [name for name in names if name in self._taken_names or name in self._constants]
         return sorted(name for name in named if not _OF_RANKS.fullmatch(name))
 
+    def write_replaced(self) -> None:
+        """Write the functions that somebody has put into `torch.nn.functional`, which others call."""
+        for name in _FUNCTIONAL:
+            value = getattr(nn.functional, name, None)
+            if isinstance(value, partial) or self.origins.of(value) in ("project", "installed"):
+                self.parts[f"global torch.nn.functional.{name}"] = self.encode(value, f"functional.{name}")
+
     def watch_all(self) -> None:
         """Watch the places that were looked at, besides the values read."""
+        self.watch_names(vars(nn.functional), _FUNCTIONAL)
         for scope, names in self._code_of_others.scopes.values():
             self.watch_names(scope, names)
         for kind in self._foreign.values():
@@ -419,7 +432,9 @@ class CodeWalk(Encoder):
             return False
         if self.origins.of(raw) == "project":
             return True
-        if name != "forward" or self.origins.of(kind) != "installed" or hasattr(raw, "__wrapped__"):
+        if self.origins.of(kind) != "installed":
+            return name == "forward" and self.origins.of(raw) == "installed"
+        if name != "forward" or hasattr(raw, "__wrapped__"):
             return False
         return (raw.__module__, raw.__qualname__) != (kind.__module__, f"{kind.__qualname__}.{name}")
 

@@ -189,6 +189,7 @@ class Walk(CodeWalk):
         for hooks in private.GLOBAL_HOOKS:
             for number, hook in enumerate(hooks.values()):
                 self.parts[f"hook (global) {number}"] = self.encode(hook, f"global hook {number}")
+        self.write_replaced()
         # Each round may find more code, which reads more.
         while self.write_all() or self._read_fields() or self._distrust() or self._refuse_memos():
             pass
