@@ -8,6 +8,8 @@ import json
 import logging
 import warnings
 
+import scipy.fft
+import scipy.stats
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
@@ -126,6 +128,10 @@ def project():
     return Project(3, settings=Settings(2.0, ["a", "b"]), activation=torch.sin, b=1, a=(2, None))
 
 
+def spectrum(x):
+    return torch.from_numpy(scipy.fft.rfft(x.numpy(), axis=-1) * scipy.stats.norm.pdf(0.5))
+
+
 def sourceless():
     scope = {}
     exec("def double(x):\n    return x * 2", scope)
@@ -166,6 +172,7 @@ READABLE = {
     "traced graph": (lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 3), nn.ReLU())), (5, 4)),
     "project": (project, (5, 4)),
     "function": (lambda: function, (5, 4)),
+    "functions of SciPy": (lambda: spectrum, (5, 4)),
     "no source": (sourceless, (5, 4)),
     "helper without source": (with_sourceless_helper, (5, 4)),
 }

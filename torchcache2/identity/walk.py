@@ -398,6 +398,8 @@ class Walk(CodeWalk):
                 self.opaque.append(path)
                 self._tell(tell, value)
             return b"R" + head + self.encode(tell(value), path)
+        if _is_named_in_c(value):  # such as the functions of scipy.fft
+            return b"R" + head + _builtin(self, value, path)
         text = repr(value)
         if self.origins.of(kind) != "torch" or _ADDRESS.search(text):
             return self.unreadable(value, path)
@@ -646,6 +648,13 @@ def _builtin(walk: Walk, value: Any, path: str) -> bytes:
     if walk.origins.of(value) == "installed":
         data += walk.installed(value, "")
     return b"u" + name + data + (walk.encode(owner, path) if is_bound else b"")
+
+
+def _is_named_in_c(value: Any) -> bool:
+    """Whether a module has an object under its own name, which is callable, and of a type made in C."""
+    module = sys.modules.get(str(getattr(value, "__module__", None)))
+    is_there = getattr(module, str(getattr(value, "__name__", None)), None) is value
+    return is_there and callable(value) and not type(value).__flags__ & _HEAP_TYPE
 
 
 def _generator(walk: Walk, value: Any, path: str) -> bytes:
