@@ -17,6 +17,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.helpers.outputs import warnings_in
 from torchcache2 import cache_of, torchcache
 
 X = torch.arange(1.0, 13.0).view(4, 3)
@@ -221,3 +222,42 @@ def test_a_large_image_is_not_read_at_every_call(monkeypatch):
         assert torch.equal(scaled(X), 2 * X)
     known = len(reads)
     assert torch.equal(scaled(X), 2 * X) and len(reads) == known > 0
+
+
+POINTING = """
+import ctypes
+class Booster:
+    def __init__(self, scale, size=1):
+        self.values = (ctypes.c_double * size)(scale)
+        self.handle = ctypes.pointer(self.values)
+        del self.values
+    def __getstate__(self):
+        return {"handle": bytes(self.handle.contents)}
+    def scale(self):
+        return self.handle.contents[0]
+    def update(self, scale):
+        self.handle.contents[0] = scale
+"""
+
+
+def test_an_object_behind_a_pointer_counts_by_what_its_class_pickles(installed, log):
+    package, hashes = installed("written_booster", POINTING), []
+
+    def model(x):
+        return x * booster.scale()
+
+    booster = package.Booster(2)
+    cached = torchcache(model)
+    x = torch.rand(4, 3)
+    for scale in (2, 3, 2):
+        booster.update(scale)
+        assert torch.equal(cached(x), x * scale)
+        hashes.append(cached.cache_instance.module_hash)
+    assert hashes[0] == hashes[2] != hashes[1]
+    assert cached.cache_instance.stats().hits == len(x)
+    booster = package.Booster(2)  # another one that is equal
+    assert torch.equal(cached(x), x * 2) and cached.cache_instance.module_hash == hashes[0]
+    assert warnings_in(log) == []
+    booster = package.Booster(2, size=10_000)  # too large to be looked at before every call
+    assert torch.equal(cached(x), x * 2) and cached.cache_instance.module_hash != hashes[0]
+    assert "cannot read" in warnings_in(log)[0] and "booster.handle" in warnings_in(log)[0]

@@ -80,6 +80,7 @@ _LOGGER_FIELDS = frozenset(vars(logging.Logger(""))) | {"manager"}
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _MOST_TEXT = 4096  # characters, or bytes, of a reported value
 _PICKLED = ("pandas.", "PIL.")  # objects of these packages also hold caches that they do not pickle
+_SAYS_WHAT_TO_PICKLE = frozenset(("__getstate__", "__reduce__", "__reduce_ex__"))
 _HEAP_TYPE = 1 << 9  # `Py_TPFLAGS_HEAPTYPE`: set for every class made by Python code
 _OF_C = (types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType)
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}")
@@ -230,10 +231,11 @@ class Walk(CodeWalk):
         """Walk a class."""
         return self.klass(kind, path)
 
-    def _tell(self, tell: Callable[[Any], Any], value: Any) -> None:
+    def _tell(self, tell: Callable[[Any], Any], value: Any) -> bool:
         """Watch the values that an object reports, if they are short, and not new objects each time."""
         told = _Told(tell, value)
         self.reads += [(told, value)] if told.is_short else []
+        return told.is_short
 
     def contents(self, value: Any, path: str) -> bytes:
         """Read a set in an order independent of the process, as the order determines labels."""
@@ -372,7 +374,10 @@ class Walk(CodeWalk):
         state = self.without_skipped(kind, marks.without_ours(state), path)
         if qualified_name(kind) == "tokenizers.Tokenizer":
             self.reads.append((_tokenizer, value))
-        is_plain_state, memos = not is_pickled and has_plain_state(value), dict[str, Memo]()
+        hidden = _hidden(value, state) if self.origins.of(kind) == "installed" else set()
+        state = {name: item for name, item in state.items() if name not in hidden}
+        is_plain_state = not is_pickled and not hidden and has_plain_state(value)
+        memos = dict[str, Memo]()
         if is_plain_state and self._known_memos is not None:
             memos = memos_of(value, state, path, self._texts)
         for attribute, one in memos.items():
@@ -396,7 +401,8 @@ class Walk(CodeWalk):
             tell = _pickled if is_pickled else _in_c
             if not qualified_name(kind).startswith(("tokenizers.", "functools.")):  # watched elsewhere
                 self.opaque.append(path)
-                self._tell(tell, value)
+                if not self._tell(tell, value) and hidden:  # methods of its own may change it
+                    return self.unreadable(value, f"{path}.{min(hidden)}")
             return b"R" + head + self.encode(tell(value), path)
         if _is_named_in_c(value):  # such as the functions of scipy.fft
             return b"R" + head + _builtin(self, value, path)
@@ -861,6 +867,25 @@ def _parts_of_tokenizer(value: Any) -> tuple[str]:
 
 def _tokenizer(value: Any) -> tuple[str, str]:
     return *_parts_of_tokenizer(value), sys.intern(f"{value.truncation} {value.padding}")
+
+
+def _hidden(value: Any, state: Mapping[str, Any]) -> set[str]:
+    """The attributes that cannot be pickled, such as pointers, if the object's class says what to pickle."""
+    if not any(not _SAYS_WHAT_TO_PICKLE.isdisjoint(vars(base)) for base in type(value).__mro__[:-1]):
+        return set()
+    return {
+        name
+        for name, one in state.items()
+        if not has_plain_state(one) and _TABLE.keys().isdisjoint(type(one).__mro__) and not _can_pickle(one)
+    }
+
+
+def _can_pickle(value: Any) -> bool:
+    try:
+        value.__reduce_ex__(4)
+    except Exception:
+        return False
+    return True
 
 
 def has_plain_state(value: Any) -> bool:
