@@ -395,7 +395,7 @@ class _Merger:
             return None  # readers of its rows report this
         finally:
             self._files.forget(path)
-        if segment.layout.namespace != self._namespace or segment.keys is None:
+        if segment.layout.namespace != self._namespace or segment.keys is None or segment.checksums is None:
             return None
         table = np.zeros(1, TABLE)
         table[0] = name.encode(), b"", len(segment), head, xxh3_64_intdigest(first)

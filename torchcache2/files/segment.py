@@ -336,6 +336,8 @@ class Segment:
         Bytes of the file.
     keys : ndarray of uint8, shape (n, 16), or None
         The key of each row; None once the segment's owner has them in its index, or a run has them.
+    checksums : ndarray of uint64, shape (n,), or None
+        xxh3-64 of each row; None if the segment was opened without its index.
     """
 
     def __init__(
@@ -354,7 +356,7 @@ class Segment:
         self._start = start  # byte of the file at which the rows begin
         self.nbytes = start + layout.row_data_bytes
         self.keys: Array | None = index.get("keys")
-        self._checksums = index.get("checksums")
+        self.checksums: Array | None = index.get("checksums")
         self._shapes = index.get("shapes")
         self._offsets = index.get("offsets")
         if self._offsets is not None and layout.payload_bytes < 1 << 32:
@@ -368,7 +370,7 @@ class Segment:
     @property
     def index_bytes(self) -> int:
         """Bytes of memory that the index takes, without the keys."""
-        arrays = (self._checksums, self._shapes, self._offsets)
+        arrays = (self.checksums, self._shapes, self._offsets)
         return sum(array.nbytes for array in arrays if array is not None)
 
     @classmethod
@@ -409,12 +411,6 @@ class Segment:
         """A segment that was just written."""
         return cls(fs, descriptors, path, encoded.layout, len(encoded.head), dict(encoded.index))
 
-    @property
-    def checksums(self) -> Array:
-        """xxh3-64 of each row, shape ``(n,)``; only for a segment opened with its index."""
-        assert self._checksums is not None
-        return self._checksums
-
     def schemas(self, rows: Array) -> Iterator[tuple[Schema, Array]]:
         """The schemas of some rows, shape ``(m,)``, and for each the positions in `rows` that have it."""
         if self._shapes is None:
@@ -444,12 +440,9 @@ class Segment:
         for _, _, start, end in _runs(starts.tolist(), ends.tolist()):
             self.fs.will_need(file, start, end - start)
 
-    def checksums_of(self, rows: Array) -> Array | None:
-        """xxh3-64 of some rows; None if the segment was opened without its index."""
-        return None if self._checksums is None else self._checksums[rows]
-
     def read(self, rows: Array, columns: Columns, targets: Array) -> bool:
-        """Read rows like `fill`, in any order; False if one of them is damaged."""
+        """Read rows like `fill`, in any order; False if one is damaged. Needs the index."""
+        assert self.checksums is not None
         if len(rows) == 0:
             return True
         order, filling = np.argsort(rows, kind="stable"), Filling(columns)

@@ -10,7 +10,6 @@ import __future__
 
 import ast
 import contextlib
-import dis
 import functools
 import importlib.metadata
 import importlib.util
@@ -151,12 +150,12 @@ def _text_at(code: types.CodeType, file_lines: list[str], start: int) -> str | N
         tree = parse(text)
     except SyntaxError:
         # A lambda's lines may be part of an expression, which does not parse by itself.
-        return text + instructions(code)
+        return text + compiled(code)
     node = tree.body[0] if tree.body else None
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == code.co_name:
         return "".join(text.splitlines(keepends=True)[node.lineno - 1 :])
     lambdas = [node for node in ast.walk(tree) if isinstance(node, ast.Lambda)]
-    return ast.get_source_segment(text, lambdas[0]) if len(lambdas) == 1 else text + instructions(code)
+    return ast.get_source_segment(text, lambdas[0]) if len(lambdas) == 1 else text + compiled(code)
 
 
 def loaded_differs(module: types.ModuleType, texts: CompiledTexts) -> bool:
@@ -185,15 +184,6 @@ def is_newer(path: str) -> bool:
     except OSError:
         return False
     return max(status.st_mtime, status.st_ctime) >= _LOADED
-
-
-def instructions(code: types.CodeType) -> str:
-    """The instructions of code as text. They tell functions on one line apart, but depend on Python."""
-    steps = []
-    for step in dis.get_instructions(code):
-        nested = isinstance(step.argval, types.CodeType)
-        steps.append(f"{step.opname} {instructions(step.argval) if nested else step.argrepr}")
-    return "\n".join(steps)
 
 
 def compiled(code: types.CodeType) -> str:

@@ -182,6 +182,8 @@ class Pending:
         Whether the writer is finished with this segment, successfully or not.
     """
 
+    checksums: Array | None = None  # rows in memory have none
+
     def __init__(self, namespace: bytes, number: int, since: float) -> None:
         self.namespace = namespace
         self.number = number
@@ -261,9 +263,6 @@ class Pending:
             by_schema.setdefault(schema, []).append(np.flatnonzero(numbers == number))
         for schema, parts in by_schema.items():
             yield schema, np.sort(np.concatenate(parts))
-
-    def checksums_of(self, rows: Array) -> None:
-        """None: rows in memory have no checksums."""
 
     def fill(self, filling: Filling, rows: Array, targets: Array) -> None:
         """Copy rows of one schema into the columns of `filling`, at `targets`."""

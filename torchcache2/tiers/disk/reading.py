@@ -266,8 +266,8 @@ def _read(
                 errors[number] = error.with_traceback(None)  # its frames would keep the file open
                 continue
             is_checked[some] = isinstance(segment, Segment)
-            if (checksums := segment.checksums_of(rows)) is not None:
-                where.checksums[some] = checksums
+            if segment.checksums is not None:
+                where.checksums[some] = segment.checksums[rows]
         filling.decode()
     except MemoryError as error:
         failed.update((number, error.with_traceback(None)) for number, _ in jobs)
