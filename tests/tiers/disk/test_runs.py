@@ -216,3 +216,21 @@ def test_keys_are_written_few_times_and_few_runs_are_left():
         written += sizes[kept]
         most = max(most, len(sizes))
     assert sum(sizes) == 200 and written <= 5 * 200 and most <= 9  # of three
+
+
+@pytest.mark.parametrize("value", [0, 1, 255])
+def test_offsets_that_do_not_grow_are_misses_of_their_segment(make, path, value, log):
+    writer = make(codec="brotli")
+    names = fill(writer, 6, width=2000)
+    writer.close()
+    assert runs(path)
+    damaged = segments(path)[0]
+    data = bytearray(damaged.read_bytes())
+    index = 8 + int.from_bytes(data[:8], "little")  # keys, checksums, offsets; a run has the first two
+    place = index + 24 * ROWS
+    data[place + 8 : place + 24] = bytes([value]) * 16
+    damaged.write_bytes(data)
+    tier = make(codec="brotli")
+    here = found(tier, names, 2000)
+    assert set(names) - set(here) <= set(names[:ROWS]) and len(here) < len(names)
+    assert tier.stats().corrupt == 1 and len(warnings_of(log)) == 1
