@@ -45,7 +45,8 @@ print(killed, line)
 
 
 def test_a_process_may_be_killed_at_any_line(tmp_path):
-    killed, lines = map(int, warm.run(AT_EACH_LINE, tmp_path, STEP, random.randrange(STEP)).words)
+    process = warm.start(AT_EACH_LINE, tmp_path, STEP, random.randrange(STEP)).done(timeout=3600)
+    killed, lines = map(int, process.words)
     assert killed > 5 and lines > 400
 
 
