@@ -658,8 +658,8 @@ def _builtin(walk: Walk, value: Any, path: str) -> bytes:
 
 def _is_named_in_c(value: Any) -> bool:
     """Whether a module has an object under its own name, which is callable, and of a type made in C."""
-    module = sys.modules.get(str(getattr(value, "__module__", None)))
-    is_there = getattr(module, str(getattr(value, "__name__", None)), None) is value
+    names = getattr(sys.modules.get(str(getattr(value, "__module__", None))), "__dict__", {})
+    is_there = names.get(str(getattr(value, "__name__", None))) is value
     return is_there and callable(value) and not type(value).__flags__ & _HEAP_TYPE
 
 
@@ -873,14 +873,14 @@ def _hidden(value: Any, state: Mapping[str, Any]) -> set[str]:
     """The attributes that cannot be pickled, such as pointers, if the object's class says what to pickle."""
     if not any(not _SAYS_WHAT_TO_PICKLE.isdisjoint(vars(base)) for base in type(value).__mro__[:-1]):
         return set()
-    return {
-        name
-        for name, one in state.items()
-        if not has_plain_state(one) and _TABLE.keys().isdisjoint(type(one).__mro__) and not _can_pickle(one)
-    }
+    return {name for name, one in state.items() if not _can_pickle(one)}
 
 
 def _can_pickle(value: Any) -> bool:
+    """Whether an object can be pickled, or need not be, as the walk reads it in another way."""
+    is_known = isinstance(value, (Tensor, np.ndarray, *CONTAINERS))  # whose pickle may be a large copy
+    if is_known or has_plain_state(value) or not _TABLE.keys().isdisjoint(type(value).__mro__):
+        return True
     try:
         value.__reduce_ex__(4)
     except Exception:
