@@ -11,13 +11,15 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 import torch
 
 from torchcache2.core.errors import OptionError
 from torchcache2.core.logs import shown
 from torchcache2.core.private import register_before_pools_end
+
+T = TypeVar("T")
 
 # Ranks, and the group of ranks in step.
 
@@ -220,6 +222,29 @@ class ProcessLock:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ProcessLock, (self._make,)
+
+
+class computed_once(Generic[T]):  # noqa: N801
+    """A property that is computed at its first use; the object's ``__dict__`` keeps the value.
+
+    Before Python 3.12, `functools.cached_property` has a lock, which a forked child may inherit locked.
+    """
+
+    def __init__(self, compute: Callable[[Any], T]) -> None:
+        self._compute, self.__doc__ = compute, compute.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, owner: None, kind: type) -> computed_once[T]: ...
+    @overload
+    def __get__(self, owner: object, kind: type) -> T: ...
+    def __get__(self, owner: Any, kind: type) -> T | computed_once[T]:
+        if owner is None:
+            return self
+        value = vars(owner)[self._name] = self._compute(owner)
+        return value
 
 
 # The end of the process.

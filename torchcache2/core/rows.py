@@ -7,7 +7,6 @@ columns too, with the same value in each row: they are data, not part of the sch
 from __future__ import annotations
 
 import dataclasses
-import functools
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -32,6 +31,7 @@ from torchcache2.core.memory import (
     with_ordinary_tensors,
 )
 from torchcache2.core.private import pytree
+from torchcache2.core.process import computed_once
 from torchcache2.core.values import (
     Opener,
     UnstorableError,
@@ -109,12 +109,12 @@ class Schema:
     def __hash__(self) -> int:
         return hash(self.leaves)
 
-    @functools.cached_property
+    @computed_once
     def row_bytes(self) -> int:
         """Bytes of one row, all columns together."""
         return sum(leaf.row_bytes for leaf in self.leaves)
 
-    @functools.cached_property
+    @computed_once
     def family(self) -> Schema:
         """A schema that is the same for all schemas that differ only in the shapes of rows.
 

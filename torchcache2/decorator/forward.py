@@ -25,6 +25,7 @@ from torchcache2.core.errors import OutputError
 from torchcache2.core.keys import Bytes2D, Keys
 from torchcache2.core.logs import shown
 from torchcache2.core.private import has_version, version
+from torchcache2.core.process import computed_once
 from torchcache2.core.rows import Rows
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import is_out_of_memory
@@ -157,12 +158,12 @@ class Computation:
         """Whether the forward waits for other processes: it runs for whole batches, at most once."""
         return self.seen.shards is not None
 
-    @functools.cached_property
+    @computed_once
     def context(self) -> bytes:
         """See `Known.context`."""
         return self.known.context(self.seen.namespace, self.call)
 
-    @functools.cached_property
+    @computed_once
     def lists(self) -> Lists:
         """Which lists in the output have an entry per item."""
         return self.known.lists(self.context)

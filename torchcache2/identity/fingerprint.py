@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from torchcache2.core.process import computed_once
 from torchcache2.identity.encoding import INNER, ORDER, digest
 
 _MOST_LINES = 50
@@ -49,7 +49,7 @@ class Fingerprint:
     parts: Mapping[str, bytes]
     values: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    @functools.cached_property
+    @computed_once
     def code(self) -> bytes:
         """A digest of everything but the content of tensors."""
         parts = {name: data for name, data in self.parts.items() if not name.startswith("weights ")}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import dis
-import functools
 import re
 import types
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from itertools import chain, islice
 from operator import is_
 from typing import Any
 
+from torchcache2.core.process import computed_once
 from torchcache2.identity import sourcecode
 from torchcache2.identity.codenames import chains_in, steps_of
 from torchcache2.identity.encoding import Encoder, digest
@@ -58,7 +58,7 @@ class Memo:
         self._names, self._own, self._count = names, set(map(id, own)), 0
         self._take(dict(value))
 
-    @functools.cached_property
+    @computed_once
     def data(self) -> bytes:
         """The part of the key: a digest of the entries when first seen, or at the last `count`."""
         return digest([Encoder().encode(self._entries, self.path)])

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import os
 import threading
@@ -42,7 +41,7 @@ from torch.utils.data import get_worker_info
 from torchcache2.core.errors import RankError
 from torchcache2.core.keys import Bytes2D, Keys, Positions
 from torchcache2.core.logs import listed, logger
-from torchcache2.core.process import Place, group_of
+from torchcache2.core.process import Place, computed_once, group_of
 from torchcache2.core.rows import Parts, Rows, merged
 from torchcache2.core.settings import CacheSettings
 from torchcache2.engine.batch import Batch, Hits, Misses, NotRunError, NotStoredError, RefusedError
@@ -111,7 +110,7 @@ class Holdings:
         self.dropped: dict[bytes, None] = {}
         self.had_all = False
 
-    @functools.cached_property
+    @computed_once
     def place(self) -> bytes:
         """16 bytes, equal for ranks that share memory."""
         job = job_of(self._tiers.settings, self._tiers.name) if self._tiers.tiers[0].is_shared else None
