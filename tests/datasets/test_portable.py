@@ -355,7 +355,7 @@ def test_a_million_samples_are_checked_in_seconds(path):
             levels.keep(int_keys(levels.namespace, some), rows)
     start = time.process_time()
     with served(path) as cached:
-        assert time.process_time() - start < 10.0 and cached[count - 1] == 7
+        assert time.process_time() - start < (10.0 if SOAK else 1.0) and cached[count - 1] == 7
 
 
 def test_beside_a_writer(path):

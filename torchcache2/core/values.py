@@ -410,9 +410,8 @@ def same_structure(left: pytree.TreeSpec, right: pytree.TreeSpec) -> bool:
 def attributes(value: Any) -> dict[str, Any]:
     """The attributes of an object, in its dictionary and its slots."""
     state = getattr(value, "__dict__", {})
-    state = (
-        dict(state) if isinstance(state, (dict, types.MappingProxyType)) else {}
-    )  # else `__getattr__` made it up
+    # A `__getattr__` may make up a ``__dict__`` that is something else.
+    state = dict(state) if isinstance(state, (dict, types.MappingProxyType)) else {}
     for base in type(value).__mro__:
         slots = vars(base).get("__slots__", ())
         for slot in (slots,) if isinstance(slots, str) else slots:

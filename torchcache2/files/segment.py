@@ -560,7 +560,7 @@ class Segment:
 def _runs(starts: list[int], ends: list[int]) -> Iterator[tuple[int, int, int, int]]:
     """Join adjacent ranges; yields the first range, the one after the last, and start and end in bytes.
 
-    Joined ranges have at most `_READ_AT_ONCE` bytes.
+    Ranges are joined up to `_READ_AT_ONCE` bytes; a longer one stays alone.
     """
     first, begin, end = 0, -1, -1
     for place, (start, upto) in enumerate(zip(starts, ends, strict=True)):

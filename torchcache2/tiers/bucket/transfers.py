@@ -362,7 +362,8 @@ class Downloads:
                     if len(found) == most or opened == _SIZES:
                         return found
         if is_unused and not found:
-            # Asking locks the namespace briefly: a process that begins to use it just then cannot mark it.
+            # Do not ask again at once: this locks the namespace briefly, and a process that begins to use it
+            # just then cannot mark it.
             self._not_before = time.monotonic() + _UNUSED
         return found
 

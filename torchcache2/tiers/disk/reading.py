@@ -206,7 +206,7 @@ class _Ahead:
     def __init__(self, segments: Mapping[int, AnySegment], rows: dict[int, Array], size: int) -> None:
         self._segments, self._rows, self._size = segments, rows, size
         self._thread: threading.Thread | None = None
-        self._slow = 0  # reads in a row, until now
+        self._slow = 0  # slow reads in a row, up to the last one
 
     def __enter__(self) -> _Ahead:
         away = [n for n, one in self._segments.items() if isinstance(one, Segment) and one.is_away()]
