@@ -8,6 +8,8 @@ import random
 import select
 import signal
 import tempfile
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -465,6 +467,39 @@ def test_all_count_together_whatever_row_is_left(monkeypatch):
         opening.add(misses=1)
         assert opening.total()["misses"] == number + 1
     assert not tally.is_random and tally.drops == 0 and tally.is_first("anything")
+
+
+@pytest.mark.parametrize("ends", ["leaves", "is killed", "stays"])
+def test_who_drops_waits_for_who_writes(monkeypatch, ends):
+    monkeypatch.setattr("torchcache2.datasets.tally._PATIENCE", 3.0 if ends == "stays" else 60.0)
+    tally = Tally()
+    here, there = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            opening = pickle.loads(pickle.dumps(tally))
+            with opening.publishing(), tally.publishing():  # several may at once
+                os.write(there, b"1")
+                while opening.drops == 0 or ends != "leaves":
+                    time.sleep(0.01)
+                time.sleep(0.5)
+                opening.add(misses=1)  # the last that it writes
+            os._exit(0)
+        finally:
+            os._exit(1)
+    os.read(here, 1)
+    if ends == "is killed":
+        threading.Timer(0.5, os.kill, (child, signal.SIGKILL)).start()
+    began = time.monotonic()
+    tally.dropped()
+    took = time.monotonic() - began
+    assert (3 if ends == "stays" else 0.4) < took < 30
+    assert tally.total()["misses"] == (ends == "leaves")
+    if ends == "stays":
+        os.kill(child, signal.SIGKILL)
+    assert (os.waitpid(child, 0)[1] == 0) == (ends == "leaves")
+    os.close(here)
+    os.close(there)
 
 
 @pytest.mark.parametrize(

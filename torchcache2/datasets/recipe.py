@@ -211,7 +211,7 @@ class Keeper:
             self._store.levels.flush()
 
     def clear(self) -> None:
-        """Forget all samples, on disk and on servers too.
+        """Forget all samples, on disk and on servers too. Waits while workers write samples.
 
         `NotCachedError` if there is no dataset, as nothing could load the samples again.
         """

@@ -205,7 +205,9 @@ class Levels(TierStack):
             description,
             self.job,
             is_worker=self._is_worker,
-            signals=Signals(lambda: tally.drops, lambda: tally.epochs, ToldOnce(tally.is_first)),
+            signals=Signals(
+                lambda: tally.drops, tally.publishing, lambda: tally.epochs, ToldOnce(tally.is_first)
+            ),
             writes=self._writes,
             opened=opened,
         )

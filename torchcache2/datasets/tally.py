@@ -13,7 +13,7 @@ import os
 import struct
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,7 @@ _PLACES = {name: place for place, name in enumerate(COUNTS)}
 _SPENT = _PLACES["spent"]
 _RANDOM, _DROPS, _EPOCHS, _TOLD = range(4)  # words of the first row; warnings given are from the last one on
 _PROCESSES = 1024
+_PATIENCE = 10.0  # seconds to wait for a process that writes rows, as it may be stopped
 _WORDS = 16  # of 8 bytes: a row is two cache lines, so no two processes share one
 
 
@@ -131,8 +132,41 @@ class Tally:
             self._table[0, _EPOCHS] = asked // self._length
 
     def dropped(self) -> None:
-        """Make all processes forget their own samples, such as queued ones."""
+        """Make all processes forget their own samples, such as queued ones, and wait for `publishing`."""
         self._table[0, _DROPS] = max(time.time_ns(), self.drops + 1)
+        with self._gate(is_alone=True):
+            pass
+
+    def publishing(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which a process checks `drops` and then writes samples where others find them.
+
+        Without it, samples that were dropped between the two could be found until they are deleted again.
+        """
+        return self._gate(is_alone=False)
+
+    @contextlib.contextmanager
+    def _gate(self, *, is_alone: bool) -> Iterator[None]:
+        """Wait, but not for ever, until no process is in it alone, or with `is_alone` none is in it."""
+        with contextlib.ExitStack() as stack:
+            if self._region is not None:
+                import fcntl  # exists wherever memory can be shared
+
+                kind, until = fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH, time.monotonic() + _PATIENCE
+                with contextlib.suppress(OSError):  # no free descriptors
+                    own = self._opened_anew(self._region)
+                    stack.callback(os.close, own)
+                    while time.monotonic() < until:
+                        with contextlib.suppress(BlockingIOError):
+                            fcntl.flock(own, kind | fcntl.LOCK_NB)
+                            stack.callback(fcntl.flock, own, fcntl.LOCK_UN)  # a forked child has it open, too
+                            break
+                        time.sleep(0.001)
+            yield
+
+    @staticmethod
+    def _opened_anew(region: Region) -> int:
+        """A descriptor with locks of its own: a forked child shares those of its parent's."""
+        return os.open(f"/proc/self/fd/{region.descriptor}", os.O_RDWR | os.O_CLOEXEC)
 
     def _own_row(self) -> int:
         if self._pid != os.getpid():
@@ -146,8 +180,7 @@ class Tally:
 
         first = os.getpid() % _PROCESSES
         try:
-            # Open anew: a forked child shares the parent's opening of the file, and its locks.
-            own = os.open(f"/proc/self/fd/{self._region.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+            own = self._opened_anew(self._region)
             weakref.finalize(self, os.close, own)
             for row in (*range(first, _PROCESSES), *range(first)):
                 lock = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, row, 1, 0)

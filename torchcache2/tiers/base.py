@@ -78,6 +78,9 @@ class Signals:
     drops : callable
         Returns when a process last dropped rows, in nanoseconds since 1970; 0: never. The other processes
         then forget their unwritten rows.
+    publishing : callable
+        Returns a context in which a process checks `drops` and then writes rows where others find them. The
+        one that drops rows waits for it.
     seals : callable
         Returns a number that changes when other processes need the unwritten rows: they are then written at
         once.
@@ -86,6 +89,7 @@ class Signals:
     """
 
     drops: Callable[[], int] = int
+    publishing: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     seals: Callable[[], int] = int
     tell: ToldOnce | None = None
 

@@ -177,6 +177,29 @@ def test_what_waits_is_forgotten_when_another_process_drops_rows(server, tiers, 
     assert size_of(server) == 0 and found(tier, [1, 2]) == []
 
 
+def test_rows_get_to_the_server_where_a_drop_waits_for_them(server, tiers):
+    drops, sizes = [0], []
+
+    @contextlib.contextmanager
+    def publishing():
+        before = size_of(server)
+        yield
+        sizes.append((before, size_of(server)))
+
+    @contextlib.contextmanager
+    def dropped_just_before():
+        drops[0] += 1
+        yield
+        assert size_of(server) == 2  # none came, to be deleted again
+
+    for context in (publishing, dropped_just_before):
+        signals = Signals(drops=lambda: drops[0], publishing=context)
+        tier = tiers([server], buffer=100, delay=NEVER, signals=signals)
+        put(tier, [1, 2] if context is publishing else [3])
+        tier.flush()
+        assert (sizes, size_of(server)) == ([(0, 2)], 2)
+
+
 def test_drop_leaves_what_others_have_on_the_server(server, tiers):
     tier = tiers([server], claims=False)
     put(tier, range(3000), 1)

@@ -93,6 +93,7 @@ class Sealing:
         target: int,
         temporary: bool,
         bucket: BucketSource | None,
+        publishing: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> None:
         self.evictions = self.lost = 0
         self.is_last = False
@@ -106,6 +107,7 @@ class Sealing:
         self._description = description
         self._temporary = temporary
         self._bucket = bucket
+        self._publishing = publishing
         self._allowance = Allowance(target)
         self._one_at_a_time = ProcessLock()
         self._serialisable = Serialisable(health.tell, "such outputs stay in memory, not on disk: %s")
@@ -173,7 +175,7 @@ class Sealing:
                     return False
                 index.names.add(name)
                 pending.name = name
-            if not self._sealed(pending.namespace, name, encoded):
+            if not self._sealed(pending, encoded):
                 self.forget(pending)
                 return False
             path = os.path.join(folder, name)
@@ -233,8 +235,9 @@ class Sealing:
         writer = self._index.writer
         return writer is not None and writer.again(pending, self._health.pause_of(pending.namespace))
 
-    def _sealed(self, namespace: bytes, name: str, encoded: Encoded) -> bool:
-        """Write a segment; False if there is no room for it."""
+    def _sealed(self, pending: Pending, encoded: Encoded) -> bool:
+        """Write a segment; False if there is no room for it, or it was dropped."""
+        namespace = pending.namespace
         described = self._description(namespace) if self._description is not None else {}
         for is_last in (False, True):
             if self._temporary and not self._fs.exists(self._directory.path):
@@ -251,7 +254,10 @@ class Sealing:
                 with self._one_at_a_time():  # else two threads could use the same room
                     if not self._has_room(encoded.nbytes, extra):
                         return False
-                    write(self._fs, self._directory.folder(namespace), name, encoded)
+                    with self._publishing():
+                        if self._is_dropped(pending):
+                            return False
+                        write(self._fs, self._directory.folder(namespace), pending.name, encoded)
                 return True
             except FileNotFoundError:  # the folder was deleted although it is held
                 if is_last:
@@ -259,6 +265,11 @@ class Sealing:
             finally:
                 del held
         return False
+
+    def _is_dropped(self, pending: Pending) -> bool:
+        with self._index.lock():
+            self._index.begin()  # another process may have dropped rows
+            return pending.dropped
 
     def forget(self, pending: Pending) -> None:
         """Forget rows that will not be written."""

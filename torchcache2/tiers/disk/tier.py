@@ -137,6 +137,7 @@ class DiskTier(Tier):
             target=self._target,
             temporary=temporary,
             bucket=bucket,
+            publishing=self._signals.publishing,
         )
         self._reader = Reader(self._index, self._health, bucket)
         self._open_directory()

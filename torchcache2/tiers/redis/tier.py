@@ -361,7 +361,8 @@ class RedisTier(Tier):
         is_kept = False
         try:
             for piece in _pieces(pending):
-                is_kept |= not self._is_dropped(pending) and self._send_piece(piece, sent)
+                with self._signals.publishing():
+                    is_kept |= not self._is_dropped(pending) and self._send_piece(piece, sent)
             if self._is_dropped(pending):
                 for keys in sent:
                     self._clients.run([(b"UNLINK", name) for name in row_names(keys)], keys.words)
