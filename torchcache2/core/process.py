@@ -227,7 +227,8 @@ class ProcessLock:
 class computed_once(Generic[T]):  # noqa: N801
     """A property that is computed at its first use; the object's ``__dict__`` keeps the value.
 
-    Before Python 3.12, `functools.cached_property` has a lock, which a forked child may inherit locked.
+    Before Python 3.12, `functools.cached_property` has a lock: a child forked while another thread holds it
+    would wait for ever.
     """
 
     def __init__(self, compute: Callable[[Any], T]) -> None:

@@ -375,7 +375,7 @@ def similar(name: str, known: Sequence[str]) -> Sequence[str]:
     close = [option for option in known if len(name) > 1 and name.lower() in option]
     if 1 <= len(close) <= 2:
         return close
-    # Below this similarity, a known name is probably not the one that was meant.
+    # If the most similar option has less in common with the name, the user probably meant none of them.
     return difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.65)
 
 

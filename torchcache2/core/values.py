@@ -410,7 +410,7 @@ def same_structure(left: pytree.TreeSpec, right: pytree.TreeSpec) -> bool:
 def attributes(value: Any) -> dict[str, Any]:
     """The attributes of an object, in its dictionary and its slots."""
     state = getattr(value, "__dict__", {})
-    # A `__getattr__` may make up a ``__dict__`` that is something else.
+    # A class whose `__getattr__` answers every name has a ``__dict__`` that need not be a dictionary.
     state = dict(state) if isinstance(state, (dict, types.MappingProxyType)) else {}
     for base in type(value).__mro__:
         slots = vars(base).get("__slots__", ())

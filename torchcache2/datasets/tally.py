@@ -39,7 +39,7 @@ _PLACES = {name: place for place, name in enumerate(COUNTS)}
 _SPENT = _PLACES["spent"]
 _RANDOM, _DROPS, _EPOCHS, _TOLD = range(4)  # words of the first row; warnings given are from the last one on
 _PROCESSES = 1024
-_PATIENCE = 10.0  # seconds to wait for a process that writes rows, as it may be stopped
+_PATIENCE = 10.0  # seconds that a drop waits for a process that writes samples: it may be suspended
 _WORDS = 16  # of 8 bytes: a row is two cache lines, so no two processes share one
 
 
@@ -132,7 +132,7 @@ class Tally:
             self._table[0, _EPOCHS] = asked // self._length
 
     def dropped(self) -> None:
-        """Make all processes forget their own samples, such as queued ones, and wait for `publishing`."""
+        """Make all processes forget their own samples, such as queued ones; waits while any is publishing."""
         self._table[0, _DROPS] = max(time.time_ns(), self.drops + 1)
         with self._gate(is_alone=True):
             pass
@@ -140,13 +140,13 @@ class Tally:
     def publishing(self) -> contextlib.AbstractContextManager[None]:
         """A context in which a process checks `drops` and then writes samples where others find them.
 
-        Without it, samples that were dropped between the two could be found until they are deleted again.
+        Otherwise samples might be dropped between the two, and be found until they are deleted again.
         """
         return self._gate(is_alone=False)
 
     @contextlib.contextmanager
     def _gate(self, *, is_alone: bool) -> Iterator[None]:
-        """Wait, but not for ever, until no process is in it alone, or with `is_alone` none is in it."""
+        """Hold a lock of the file, exclusively if `is_alone`; without it if it is not free for too long."""
         with contextlib.ExitStack() as stack:
             if self._region is not None:
                 import fcntl  # exists wherever memory can be shared
@@ -158,14 +158,15 @@ class Tally:
                     while time.monotonic() < until:
                         with contextlib.suppress(BlockingIOError):
                             fcntl.flock(own, kind | fcntl.LOCK_NB)
-                            stack.callback(fcntl.flock, own, fcntl.LOCK_UN)  # a forked child has it open, too
+                            # Closing does not unlock the file while a child forked meanwhile has it open.
+                            stack.callback(fcntl.flock, own, fcntl.LOCK_UN)
                             break
                         time.sleep(0.001)
             yield
 
     @staticmethod
     def _opened_anew(region: Region) -> int:
-        """A descriptor with locks of its own: a forked child shares those of its parent's."""
+        """A new descriptor of the file: a forked child shares the locks of its parent's descriptors."""
         return os.open(f"/proc/self/fd/{region.descriptor}", os.O_RDWR | os.O_CLOEXEC)
 
     def _own_row(self) -> int:

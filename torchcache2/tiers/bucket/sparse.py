@@ -36,7 +36,7 @@ _MISSING, _HERE, _COMING = range(3)
 _GAP = 16 << 10  # unneeded bytes that cost less than another request
 _KEPT_GAP = 512 << 10  # likewise, if they are kept and may be needed later
 _PIECE = 8 << 20  # bytes of one request; several at once are faster than a long one
-# A batch reads ahead at most 4 times the bytes that the process has fetched before it, and at most 64 MB.
+# A batch may read ahead this multiple of the bytes that its process has fetched so far, up to these bytes.
 _AHEAD, _MOST_AHEAD = 4, 64 << 20
 _LOOK_EVERY, _READERS_EVERY = 0.005, 0.1  # seconds
 _QUIET = 0.5  # seconds without a read after which the mirror fills segments: readers pause briefly

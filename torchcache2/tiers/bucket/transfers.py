@@ -362,8 +362,8 @@ class Downloads:
                     if len(found) == most or opened == _SIZES:
                         return found
         if is_unused and not found:
-            # Do not ask again at once: this locks the namespace briefly, and a process that begins to use it
-            # just then cannot mark it.
+            # Look again only later: each look locks the namespace briefly, and a process that begins to use
+            # it meanwhile cannot mark it as used.
             self._not_before = time.monotonic() + _UNUSED
         return found
 
