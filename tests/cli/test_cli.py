@@ -1058,6 +1058,7 @@ def imported(file, path, fs):
     return archive.import_archive(str(file), CacheDirectory(str(path), fs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fails", "dies"])
 def test_an_import_leaves_whole_segments_only_wherever_it_ends_and_can_be_done_again(tmp_path, kind):
     fill(tmp_path / "cache", (3, 2))

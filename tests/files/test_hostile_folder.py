@@ -133,6 +133,7 @@ def test_a_link_to_a_regular_file_is_opened_and_nothing_is_inherited(tmp_path):
         FileSystem().open(str(tmp_path / "nothing"))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fingerprint_that_is_no_file(path, tmp_path, log, capfd, kind):
     fill(path, (A, B))
@@ -272,6 +273,7 @@ def test_import_and_export_where_something_has_the_name(path, tmp_path, capfd, k
     assert code == 2 and not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_a_run_and_its_end_do_not_wait_for_a_pipe(path):
     """With its threads, and the writer at exit."""
     script = """if True:
