@@ -18,6 +18,8 @@ from torchcache2.engine.running import Forward, device_of, is_of_forward
 from torchcache2.identity.arguments import BoundCall
 from torchcache2.tiers.base import replicas_of
 from torchcache2.tiers.memory import arena
+
+pytestmark = pytest.mark.cpu_only  # stand-ins for one that has no memory
 from torchcache2.tiers.memory.tier import MemoryTier
 
 OutOfMemory = torch.cuda.OutOfMemoryError
