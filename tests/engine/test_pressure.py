@@ -18,9 +18,9 @@ from torchcache2.engine.running import Forward, device_of, is_of_forward
 from torchcache2.identity.arguments import BoundCall
 from torchcache2.tiers.base import replicas_of
 from torchcache2.tiers.memory import arena
+from torchcache2.tiers.memory.tier import MemoryTier
 
 pytestmark = pytest.mark.cpu_only  # stand-ins for one that has no memory
-from torchcache2.tiers.memory.tier import MemoryTier
 
 OutOfMemory = torch.cuda.OutOfMemoryError
 X = torch.arange(12.0).view(4, 3)
