@@ -1,6 +1,5 @@
 """The example of ranks in step, and the code on their page, as `torchrun` starts them."""
 
-import os
 import re
 from pathlib import Path
 
@@ -30,7 +29,7 @@ def test_each_image_is_computed_once_and_sent_to_the_other_rank():
     assert number(r"the same on every rank \(largest difference (\S+)\)$", done.out) < 1e-4
 
 
-@pytest.mark.skipif(not os.environ.get("SOAK"), reason="make soak")
+@pytest.mark.soak
 def test_ranks_of_one_machine_find_what_the_others_have_computed():
     done = torchrun(SCRIPT, *SMALL, "--machines", 1, "--passes", 2)
     _, computed, received = passes(done.out)
