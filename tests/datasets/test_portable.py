@@ -15,7 +15,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader
 
 from tests.helpers import warm
 from tests.helpers.datasets import Batched, Counted, same, sample_of
@@ -523,27 +523,6 @@ def test_caching_may_be_turned_off_around_it(path, monkeypatch):
     monkeypatch.setenv("TORCHCACHE_DISABLE", "1")
     with served(path, "dict", disk_size=0):
         pass
-
-
-@pytest.mark.slow
-def test_other_datasets_may_be_around_it(path, tmp_path):
-    fill(path)
-    with served(path) as cached:
-        same(Subset(cached, [5, 7])[1], sample_of(7, "dict"))
-        with contextlib.closing(LazyShardDataset(cached, rank=1, num_replicas=2, memory_size="1MB")) as shard:
-            for index, sample in zip(shard.indices.tolist(), shard, strict=True):
-                same(sample, sample_of(index, "dict"))
-        with pytest.raises(OptionError, match=r"CachedDataset\(None, cache_dir\) as the dataset"):
-            LazyShardDataset(None, path)
-        # Wherever the folder is, the samples are the same.
-        shutil.copytree(path, tmp_path / "moved")
-        with contextlib.closing(CachedDataset(cached, tmp_path / "copy", memory_size=0)) as outer:
-            outer.warmup()
-        with (
-            served(tmp_path / "moved") as moved,
-            contextlib.closing(CachedDataset(moved, tmp_path / "copy", memory_size=0)) as outer,
-        ):
-            assert outer.missing().tolist() == []
 
 
 def test_warmup_says_how_to_serve_it(path, capsys):

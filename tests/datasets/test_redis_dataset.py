@@ -328,18 +328,6 @@ def test_a_shard_may_be_on_a_server(server):
         LazyShardDataset(Batched(COUNT), rank=0, overflow=0, **options)
 
 
-def test_datasets_of_one_name_and_other_lengths_are_apart_on_a_server(server):
-    given = [range(100), range(1000, 1010)]
-    made = [cached_on(server, values, name="scans") for values in given]
-    for _ in range(2):
-        for cached, values in zip(made, given, strict=True):
-            assert cached[1] == values[1]
-            cached.flush()
-    for cached in made:
-        assert (cached.stats().misses, cached.stats().remote_hits) == (1, 1)
-        cached.close()
-
-
 def test_hosts_have_a_share_each_and_a_lost_one_costs_its_own(log):
     with RedisServer() as one, RedisServer(port=True) as other:
         given = [one.url, {"host": "127.0.0.1", "port": str(other.port), "password": PASSWORD}]

@@ -269,70 +269,7 @@ def with_compile(f):
     return torch.compile(f, backend="eager")
 
 
-@pytest.mark.parametrize("how", ["with", "set"])
-def test_default_devices_do_not_matter(how):
-    model = torchcache(item_args=("texts",))(lambda x, texts=(), names=None: (x * 2, "text", 3))
-    texts = ["one", "two", "three", "four"]
-
-    def check():
-        x, y = X.cpu(), Y.cpu()
-        for batch in (x, x, torch.cat([x[:2], y[:2]], 0), y.flip(0)):
-            for arguments in ((), (texts, texts)):  # with names, no part of a batch can be computed
-                out, *values = model(batch, *arguments)
-                assert out.device.type == "cpu" and torch.equal(out, batch * 2) and values == ["text", 3]
-
-    if how == "with":
-        with torch.device("meta"):
-            check()
-    else:
-        torch.set_default_device("meta")
-        try:
-            check()
-        finally:
-            torch.set_default_device(None)
-    assert model.cache_instance.stats().hits > 0 and not model.cache_instance.stats().bypasses
-
-
 # What forwards assign, draw and change
-
-
-class Step(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.step = 0
-
-    def forward(self, x):
-        self.step += 1
-        return x * self.step
-
-
-class StepInHelper(Step):
-    def forward(self, x):
-        self.step = self.after()
-        return x * self.step
-
-    def after(self):
-        return self.step + 1
-
-
-class Counted(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("n", torch.zeros(()))
-
-    def forward(self, x):
-        self.n.add_(1)
-        return x * self.n
-
-
-@pytest.mark.parametrize("kind", [Step, StepInHelper, Counted])
-@pytest.mark.parametrize("batches", [(X, X, X), (X[:2], X, Y)], ids=["whole", "partly hit"])
-@pytest.mark.parametrize("duplicates", [False, True])
-def test_counters_count_as_without_a_cache(kind, batches, duplicates):
-    model, twin = cached(kind()), kind()
-    for batch in batches:
-        batch = torch.cat([batch, batch]) if duplicates else batch
-        assert torch.equal(model(batch), twin(batch))
 
 
 class Lazily(nn.Module):

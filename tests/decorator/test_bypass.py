@@ -189,24 +189,6 @@ def test_a_glance_tells_kinds_apart():
     assert glance(None, (X, 1, [1]), {}) == glance(None, (X[:3], 2, [2, 3]), {})
 
 
-@pytest.mark.parametrize("options", [{}, {"max_memory_cache_size": 0, "persistent": True}])
-def test_memory_formats_do_not_mix(options, tmp_path):
-    def doubled(x):
-        return x * 2
-
-    x = torch.randn(4, 3, 6, 5)
-    both = [x, x.to(memory_format=torch.channels_last)]
-    for is_settled, batches in enumerate((both, both[::-1], both)):
-        cached = torchcache(persistent_cache_dir=(options and tmp_path) or None, **options)(doubled)
-        with cached.cache_instance:
-            for batch in batches * 2:
-                assert cached(batch[:2]).stride() == batch.stride()
-                assert cached(batch).stride() == batch.stride()  # two found, and two computed
-                assert torch.equal(cached(batch), batch * 2)
-                if is_settled:
-                    cached.cache_instance.flush()
-
-
 class Unwilling(torch.Tensor):
     """Raises at whatever it is asked."""
 

@@ -1,7 +1,6 @@
 """Outputs that are no tensors: arrays, lists with an entry per item, objects. Each as it was, or not kept."""
 
 import collections
-import contextlib
 import itertools
 import os
 
@@ -15,7 +14,7 @@ import torch
 from tests.helpers import warm
 from tests.helpers.kinds import Frozen, Mapped, Plain, Point, Registered
 from tests.helpers.outputs import Notes, assert_same, bypasses, hits, misses, note, warnings_in
-from torchcache2 import Cache, CachedDataset, Keys, OptionError, register_value, torchcache
+from torchcache2 import Cache, Keys, OptionError, register_value, torchcache
 
 SOAK = bool(os.environ.get("SOAK"))
 ITEMS = torch.arange(48.0).reshape(12, 4)
@@ -113,17 +112,6 @@ def spoil(value):
         value.clear()
 
 
-class Samples(torch.utils.data.Dataset):
-    def __init__(self, spec):
-        self.spec = spec
-
-    def __len__(self):
-        return 12
-
-    def __getitem__(self, index):
-        return entry(self.spec, index)
-
-
 @hypothesis.settings(**SHORT)
 @hypothesis.given(
     spec=OUTPUT_SPECS,
@@ -141,19 +129,6 @@ def test_any_output_is_that_of_the_plain_function(spec, batches, probe):
         spoil(found)
     assert bypasses(function) == {}
     assert hits(function) >= sum(map(len, batches))
-
-
-@pytest.mark.slow
-@hypothesis.settings(**SHORT)
-@hypothesis.given(spec=ENTRY_SPECS, indices=st.lists(st.integers(0, 11), min_size=1, max_size=8))
-def test_any_sample_is_that_of_the_plain_dataset(spec, indices):
-    plain = Samples(spec)
-    with contextlib.closing(CachedDataset(plain)) as cached:
-        for index in indices * 2:
-            found = cached[index]
-            assert_same(plain[index], found)
-            spoil(found)
-        assert cached.stats().misses == len(set(indices))
 
 
 # A list with an entry for each item, or one that always has so many

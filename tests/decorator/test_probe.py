@@ -394,22 +394,6 @@ def test_sequences_that_have_to_be_sorted():
     assert encode.cache_instance.stats().hits == 8
 
 
-def padded_to_the_longest(x, lengths):
-    return x[:, : int(lengths.max())] * 2
-
-
-@pytest.mark.parametrize(
-    "batches", [[[5] * 8, [5, 5, 5, 5, 3, 5, 5, 2], [3] * 8], [[3] * 8, [5] * 8, [4] * 8]]
-)
-def test_a_length_that_the_batch_decides(batches):
-    cached, x = torchcache(padded_to_the_longest), torch.randn(8, 5, 3)
-    for lengths in map(torch.tensor, batches):
-        for some in (range(8), range(2, 6), [4], [0, 1]):
-            args = x[list(some)], lengths[list(some)]
-            assert torch.equal(cached(*args), padded_to_the_longest(*args))
-    assert bypasses(cached)["batch"] > 0
-
-
 TEXTS = [
     "a cat",
     "a dog",
@@ -796,20 +780,3 @@ def test_a_name_that_stands_for_the_module_gets_new_rows(sizes):
     assert not torch.allclose(fresh, before.flip(0)) and bypasses(cached) == {"batch": 6}
     assert torch.equal(cached(X), fresh.flip(0)) and torch.equal(cached(X), fresh.flip(0))
     assert bypasses(cached) == {"batch": 6} and cached.cache_instance.stats().hits == 12
-
-
-def test_texts_that_are_padded_to_the_longest():
-    cached = torchcache(item_args=("texts",))(encode)
-    batches = [
-        TEXTS[:3],
-        TEXTS[:2],
-        [*TEXTS[:3], "a big cat"],
-        TEXTS,
-        TEXTS[4:],
-        TEXTS[:3],
-        ["an ox"],
-        TEXTS[2:5],
-    ]
-    for some in batches:
-        assert torch.equal(cached(some), encode(some))
-    assert bypasses(cached)["batch"] > 0

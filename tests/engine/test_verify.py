@@ -859,39 +859,6 @@ def test_outputs_are_those_of_the_plain_forward(argument, output, batches, optio
         assert stats.verified == 0
 
 
-@pytest.mark.slow
-@hypothesis.settings(max_examples=30 if SOAK else 15)
-@hypothesis.given(
-    calls=st.lists(
-        st.tuples(
-            st.sampled_from(["first", "second"]),
-            st.sampled_from([0, 1, 1.0, True, "1", None]),
-            st.lists(st.integers(0, 6), min_size=1, max_size=6),
-            st.booleans(),
-        ),
-        max_size=25,
-    )
-)
-def test_interleaved_calls_with_other_arguments_and_weights_do_not_meet(calls):
-    class Scaled(torch.nn.Module):
-        def __init__(self, weight):
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.tensor(weight), requires_grad=False)
-
-        def forward(self, x, kind):
-            return x * self.weight + hash((type(kind).__name__, kind)) % 97
-
-    cached = torchcache(Scaled)
-    modules = {"first": cached(2.0), "second": cached(3.0)}
-    for name, kind, batch, update in calls:
-        module = modules[name]
-        if update:
-            module.weight += 1
-        x = torch.tensor(batch, dtype=torch.float32)
-        expected = x * module.weight + hash((type(kind).__name__, kind)) % 97
-        assert torch.equal(module(x, kind), expected)
-
-
 @hypothesis.settings(max_examples=40 if SOAK else 15)
 @hypothesis.given(
     steps=st.lists(

@@ -616,11 +616,6 @@ def test_without_blosc2_the_error_says_what_to_install(monkeypatch):
 # The rest.
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_codec_has_its_name(name):
-    assert codec(name).name == name
-
-
 def test_an_unknown_codec_is_an_error():
     with pytest.raises(ValueError, match="'zip'"):
         codec("zip")

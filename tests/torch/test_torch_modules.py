@@ -1473,19 +1473,6 @@ def test_two_dynamically_quantized_modules_do_not_share_rows():
     assert not torch.equal(*expected)
 
 
-@pytest.mark.filterwarnings(AO_QUANTIZATION, QUANTIZED_TENSORS)
-@pytest.mark.cpu_only
-def test_quantized_convolutions_of_other_weights_do_not_share_rows():
-    x = fractions(5, 32, seed=4)
-    kind = torchcache(type("Quantized", (Quantized,), {}))
-    first, second, plain = kind().eval(), kind().eval(), Quantized().eval()
-    for module in (second, plain):
-        module.conv.set_weight_bias(quantized_weight(2), torch.zeros(4))
-    first(x)
-    assert_found(second, plain, x)
-    assert misses(second) == 5
-
-
 def test_tied_and_untied_instances_of_one_class():
     kind = torchcache(type("TellsTied", (TellsTied,), {}))
     tied, untied, plain = frozen(kind()), frozen(kind()), frozen(TellsTied())
