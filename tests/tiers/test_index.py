@@ -73,22 +73,6 @@ def test_an_index_agrees_with_a_dict(steps):
         assert table.index.room >= 0
 
 
-@pytest.mark.slow
-@given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1)), unique=True), st.data())
-def test_entries_are_numbered_as_they_come_and_the_last_fill_the_gaps(keys, data):
-    table = Table()
-    table.add(keys, list(keys))
-    assert table.index.find(words(keys)).tolist() == list(range(len(keys)))
-    gone = data.draw(st.permutations(range(len(keys))))[: data.draw(st.integers(0, len(keys)))]
-    source, target = table.index.remove(np.array(gone, np.int64))
-    left = len(keys) - len(gone)
-    assert sorted(target.tolist()) == sorted(entry for entry in gone if entry < left)
-    assert sorted(source.tolist()) == sorted(set(range(left, len(keys))) - set(gone))
-    where = {entry: entry for entry in range(left)} | dict(zip(source.tolist(), target.tolist(), strict=True))
-    expected = [-1 if entry in gone else where[entry] for entry in range(len(keys))]
-    assert table.index.find(words(keys)).tolist() == expected
-
-
 @pytest.mark.parametrize("size", [0, 1, 9])
 def test_an_empty_index_finds_nothing(size):
     index = KeyIndex(np.zeros((0, 2), np.uint64))
@@ -96,16 +80,6 @@ def test_an_empty_index_finds_nothing(size):
     assert found.tolist() == [-1] * size
     assert found.dtype == np.int64
     assert len(index) == 0
-
-
-def test_nothing_is_added_and_removed():
-    table = Table()
-    table.add([], [])
-    table.remove([])
-    table.add([(1, 2)], ["one"])
-    table.add([], [])
-    table.remove([])
-    assert table.find([(1, 2), (2, 1)]) == ["one", None]
 
 
 def test_a_key_that_is_asked_for_twice_is_found_twice_and_strides_do_not_matter():
@@ -141,18 +115,6 @@ def test_the_first_entry_is_found_behind_slots_that_were_all_given_up():
     assert index.find(keys).tolist() == [0, *[-1] * 16]
 
 
-def test_keys_that_differ_in_one_bit_are_others():
-    (key,) = random_words(1).tolist()
-    near = [(key[0] ^ 1 << bit, key[1]) for bit in range(64)] + [
-        (key[0], key[1] ^ 1 << bit) for bit in range(64)
-    ]
-    table = Table()
-    table.add([key], ["key"])
-    assert table.find([key, *near]) == ["key", *[None] * 128]
-    table.add(near, list(range(128)))
-    assert table.find([key, *near]) == ["key", *range(128)]
-
-
 def test_a_table_grows_when_and_as_it_said():
     keys = random_words(5000)
     index = KeyIndex(np.zeros_like(keys))
@@ -179,18 +141,6 @@ def test_reserve_grows_once_for_all_that_will_come():
         index.add(keys[start : start + 100])
     assert index.nbytes == told
     assert (index.find(keys) == np.arange(1000)).all()
-
-
-@pytest.mark.slow
-def test_keys_that_come_and_go_do_not_fill_the_table():
-    keys = random_words(20_000)
-    index = KeyIndex(np.zeros((12, 2), np.uint64))
-    for start in range(0, len(keys), 10):
-        index.add(keys[start : start + 10])
-        assert index.find(keys[start : start + 10]).tolist() == list(range(10))
-        index.remove(np.arange(10))
-        assert (index.find(keys[start : start + 10]) == -1).all()
-    assert index.nbytes == KeyIndex(keys).nbytes
 
 
 @pytest.mark.parametrize("count", range(1, 13))
