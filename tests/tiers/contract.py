@@ -16,7 +16,7 @@ from torchcache2.engine.values.samples import Samples
 
 
 def fewer(n, test):
-    """A test of which one in n cases runs every day."""
+    """A test of which one in n cases is quick."""
 
     @pytest.mark.one_in(n)
     @functools.wraps(test)

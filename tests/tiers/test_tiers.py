@@ -86,5 +86,5 @@ class TestTiers(TierContract):
         for tier in tiers:
             tier.close()
 
-    # Each dtype every day, but not in each kind of tier.
+    # Each dtype is quick, but not in each kind of tier.
     test_every_dtype_comes_back_bit_by_bit = fewer(4, TierContract.test_every_dtype_comes_back_bit_by_bit)

@@ -49,7 +49,7 @@ class TestBuckets(TierContract):
         assert found(tier, range(100), 250) == list(range(100))
         assert 20_000 < tier.stats().bytes < 200_000
 
-    # Each of their cases runs every day, but not on each kind of bucket.
+    # Each of their cases is quick, but not on each kind of bucket.
     test_every_dtype_comes_back_bit_by_bit = fewer(4, TierContract.test_every_dtype_comes_back_bit_by_bit)
     test_rows_that_are_views_are_copied_as_they_look = fewer(
         4, TierContract.test_rows_that_are_views_are_copied_as_they_look

@@ -18,5 +18,5 @@ class TestServers(TierContract):
         options = {"codec": "brotli"} if request.param == "redis-3" else {}
         return lambda **more: tiers(servers, **options | more)
 
-    # Each dtype every day, but not on each server.
+    # Each dtype is quick, but not on each server.
     test_every_dtype_comes_back_bit_by_bit = fewer(2, TierContract.test_every_dtype_comes_back_bit_by_bit)

@@ -18,7 +18,7 @@ pytestmark = [
     # peft asks transformers in a way that the newest one has deprecated.
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
 ]
-# What `examples` has runs there every day; some others need libraries of the group `zoo`.
+# What `examples` has runs there; some others need libraries of the group `zoo`.
 DAILY = ("prompts", "reference", "layers")
 OTHERS = tuple(name for name in pipelines.PIPELINES if name not in DAILY)
 SECOND = "import sys; from tests.torch.zoo.pipelines import main; main(*sys.argv[1:])"
