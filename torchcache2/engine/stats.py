@@ -40,7 +40,7 @@ class CacheStats:
     bypasses : mapping of str to int
         Items that were computed and not stored, by reason.
     evictions : int
-        Rows forgotten to make room, in all caches that share the budget; without replicas.
+        Rows forgotten to make room, in all caches that share the budget.
     memory_rows : int
         Rows in the memory tier, of all caches that share the budget.
     memory_bytes : int

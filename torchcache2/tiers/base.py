@@ -27,7 +27,6 @@ from torchcache2.core.keys import Flags, Keys, Positions
 from torchcache2.core.logs import ToldOnce
 from torchcache2.core.rows import Rows, Schema
 from torchcache2.files.directory import CacheDirectory
-from torchcache2.identity.encoding import digest
 
 Make = Callable[[Schema, Sequence[memoryview]], Any]  # see `Tier.get_one`
 
@@ -94,11 +93,6 @@ class Signals:
     tell: ToldOnce | None = None
 
 
-def replicas_of(namespace: bytes) -> bytes:
-    """The namespace that holds the replicas of another one; see `Tier.keep_replicas`."""
-    return digest([namespace, b"replica"])
-
-
 class Tier(abc.ABC):
     """A store of rows by key.
 
@@ -151,15 +145,6 @@ class Tier(abc.ABC):
     def offer(self, keys: Keys, rows: Rows) -> int:
         """Keep rows as `put` does, but evict no row in use for them, since a slower tier has them too."""
         return self.put(keys, rows)
-
-    def keep_replicas(self, keys: Keys, rows: Rows) -> int:
-        """Keep rows that other ranks own, in room that nothing else needs; returns how many were kept.
-
-        The keys are distinct, and in the namespace `replicas_of(owner's namespace)`; dropping the owner's
-        drops them. The tier forgets no other row for them, forgets them first when it needs room, and does
-        not count that as an eviction.
-        """
-        return 0
 
     def claims(self, keys: Keys) -> TierClaim | None:
         """A claim on distinct keys that `get` has missed; None if this tier has no claims."""

@@ -42,7 +42,7 @@ from torchcache2.core.errors import RankError
 from torchcache2.core.keys import Bytes2D, Keys, Positions
 from torchcache2.core.logs import listed, logger
 from torchcache2.core.process import Place, computed_once, group_of
-from torchcache2.core.rows import Parts, Rows, merged
+from torchcache2.core.rows import Parts, Rows
 from torchcache2.core.settings import CacheSettings
 from torchcache2.engine.batch import Batch, Hits, Misses, NotRunError, NotStoredError, RefusedError
 from torchcache2.engine.collective.channel import Channel
@@ -53,7 +53,6 @@ from torchcache2.engine.stats import Counters
 from torchcache2.engine.values.outputs import found, joined, stored
 from torchcache2.identity.encoding import digest
 from torchcache2.identity.fingerprint import Fingerprint, differences, from_document
-from torchcache2.tiers.base import replicas_of
 from torchcache2.tiers.make import job_of
 from torchcache2.tiers.meeting import machine
 
@@ -118,18 +117,11 @@ class Holdings:
 
     def get(self, keys: Keys) -> Parts:
         """The rows in the tiers or among the replicas: one part for each schema."""
-        parts = self.owned(keys)
-        if len(parts) == 1 and len(parts[0][0]) == len(keys):
-            return parts
-        missing = _others(len(keys), parts)
-        replicas = self._tiers.tiers[0].get(_as_replicas(keys.take(missing))).parts
-        return merged([*parts, *((missing[positions], rows) for positions, rows in replicas)])
+        return self.owned(keys)
 
     def has_all(self, keys: Keys) -> bool:
         """Whether the fastest tier has a row or a replica of each key now."""
-        tier = self._tiers.tiers[0]
-        has = tier.has(keys)
-        return bool(has.all()) or bool((has | tier.has(_as_replicas(keys))).all())
+        return bool(self._tiers.tiers[0].has(keys).all())
 
     def owned(self, keys: Keys) -> Parts:
         """The rows in the tiers."""
@@ -137,16 +129,11 @@ class Holdings:
 
     def put_replicas(self, keys: Keys, rows: Rows) -> int:
         """Keep rows that another rank owns, if there is room; returns how many were kept."""
-        return self._tiers.tiers[0].keep_replicas(_as_replicas(keys), rows)
+        return 0
 
     def drop(self, namespace: bytes) -> None:
         """Forget every row of a namespace."""
         self._tiers.drop(namespace)
-        self._tiers.tiers[0].drop(replicas_of(namespace))
-
-
-def _as_replicas(keys: Keys) -> Keys:
-    return Keys(replicas_of(keys.namespace), keys.data, keys.group)
 
 
 @dataclasses.dataclass

@@ -23,9 +23,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from torchcache2.core.keys import Array
-from torchcache2.core.process import place
 from torchcache2.files.filesystem import Descriptor, FileSystem
-from torchcache2.tiers.meeting import JOB, job_name, machine, own_folder
+from torchcache2.tiers.meeting import machine, own_folder
 from torchcache2.tiers.shared.board import Board
 from torchcache2.tiers.shared.region import Region, SharingError, is_alive, start_time
 
@@ -34,7 +33,6 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 50e-6, 2e-3  # seconds
 _FOLDER = "torchcache2_ranks_{}"  # in the folder for temporary files
 _MOST_LOOKED_AT = 100  # files of other jobs
 _AT_EXIT = 1.0  # seconds to wait for the lock when the process ends
-_RANKS = 63  # that can be distinguished, as bits of a number
 
 
 class LockTimeoutError(Exception):
@@ -115,18 +113,12 @@ class Job:
         The process that has joined; a child forked from it must `rejoin`.
     slot : int
         The number of this process among the members on the board.
-    launch : bytes
-        Identifies the ranks that were started together: one job may span several runs of a sweep.
-    rank : int
-        The number of this process among these.
     """
 
     def __init__(self, name: bytes, budget: int, folder: str | None = None) -> None:
         if not hasattr(os, "memfd_create") or not os.path.exists("/proc/self/fd"):
             raise SharingError("memory can be shared on Linux only, where /proc is mounted")
         self._fs, self._name, self._budget = FileSystem(), name, budget
-        self.launch = job_name({**os.environ, JOB: ""})
-        self.rank = place().rank
         path = os.path.join(tempfile.gettempdir(), _FOLDER.format(os.getuid()))
         self._folder = path if folder is None else folder
         self._path = os.path.join(self._folder, f"{machine()}-{name.hex()}")
@@ -172,8 +164,7 @@ class Job:
                 inode = os.fstat(file.number).st_ino
                 regions = (self._opened(line, inode) for line in self._listed().tolist())
                 region = next(filter(None, regions), None)
-                bit = (int.from_bytes(self.launch[:4], "little") + self.rank) % _RANKS
-                self.board = Board(region, self._name, inode, self._budget, 1 << bit)
+                self.board = Board(region, self._name, inode, self._budget)
                 self.lock.progress = functools.partial(getattr, self.board, "progress")
                 self._enter()
                 return

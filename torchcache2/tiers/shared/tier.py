@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, TypeVar
 
@@ -33,12 +33,12 @@ from torchcache2.core.process import ProcessLock
 from torchcache2.core.rows import Rows
 from torchcache2.core.sizes import size_text
 from torchcache2.files.errors import UnserialisableError
-from torchcache2.tiers.base import Found, Make, Tally, Tier, TierClaim, TierStats, replicas_of
+from torchcache2.tiers.base import Found, Make, Tally, Tier, TierClaim, TierStats
 from torchcache2.tiers.shared.board import Ticket
 from torchcache2.tiers.shared.job import Job, LockTimeoutError, leave_soon
 from torchcache2.tiers.shared.region import SharingError
 from torchcache2.tiers.shared.table import SharedTable
-from torchcache2.tiers.shared.tables import Tables, compare_later
+from torchcache2.tiers.shared.tables import Tables
 
 _T = TypeVar("_T")
 # Seconds to wait for the lock in `close`. The garbage collector may close many tiers in a thread that already
@@ -134,8 +134,6 @@ class SharedTier(Tier):
         hold as many rows as one of 200 kB, most of which is bookkeeping.
     in_use : callable, optional
         The namespaces that something alive in this process uses; default: all.
-    description : callable, optional
-        Describes a namespace, to explain why ranks share no rows; see `peers`.
     folder : str, optional
         Where the processes find each other; default: this user's, among temporary files.
     runtime : Runtime
@@ -159,7 +157,6 @@ class SharedTier(Tier):
         job: bytes,
         budget: int,
         in_use: Callable[[], Collection[bytes]] | None = None,
-        description: Callable[[bytes], Mapping[str, Any]] | None = None,
         *,
         folder: str | None = None,
         runtime: Runtime = CUDA,
@@ -168,7 +165,7 @@ class SharedTier(Tier):
     ) -> None:
         self._job = Job(job, budget, folder)
         self._leaving = weakref.finalize(self, leave_soon, self._job)
-        self._runtime, self._spills, self._description = runtime, spills, description
+        self._runtime, self._spills = runtime, spills
         self._spare = SpareMemory() if is_copied else None
         self._lock = ProcessLock()
         self._claims = Claims(self._job.slot, self._guarded)
@@ -178,7 +175,6 @@ class SharedTier(Tier):
         self._pins = False  # whether rows go to an accelerator: it copies faster from pinned memory
         self._is_off = False  # whether this process has stopped sharing, after a fault that would recur
         self._closed = False
-        self._too_little = -1  # bytes left for replicas when they last found no room
         self._faults = self._corrupt = 0
 
     @property
@@ -196,8 +192,6 @@ class SharedTier(Tier):
                 return Found([])
             before = table.corrupt
             parts = table.get(keys.words, self._runtime if self._pins else None, self._spare)
-            if not table.is_live:  # its memory may have been given back meanwhile, and read as zeros
-                return Found([])
             if table.corrupt > before:
                 self._corrupt += table.corrupt - before
                 self._told(
@@ -215,7 +209,7 @@ class SharedTier(Tier):
                 table = self._tables.open.get(namespace)
                 if table is not None and not self._closed and not self._is_off:
                     made = table.get_one(low, high, make)
-                    if made is not None and table.is_live:  # as in `get`
+                    if table.is_live:
                         return made
             except Exception as error:
                 self._fault(error)
@@ -232,7 +226,7 @@ class SharedTier(Tier):
         return np.zeros(len(keys), bool) if found is None else found
 
     @with_ordinary_tensors
-    def put(self, keys: Keys, rows: Rows, *, are_replicas: bool = False) -> int:
+    def put(self, keys: Keys, rows: Rows) -> int:
         """Keep rows under distinct keys, from any device; existing rows stay.
 
         Waits for copies from an accelerator: other processes may need these rows now.
@@ -242,20 +236,9 @@ class SharedTier(Tier):
         self._pins |= any(map(self._runtime.owns, rows.columns))
 
         def kept() -> int:
-            here = Rows(rows.schema, to_host(rows.columns, self._runtime), len(rows))
-            if not are_replicas:
-                return self._keep(keys, here)
-            count, fits = self._try_to_keep(keys, here, are_replicas=True)
-            self._too_little = -1 if fits else self._job.board.free_for(replicas=True)
-            return count
+            return self._keep(keys, Rows(rows.schema, to_host(rows.columns, self._runtime), len(rows)))
 
         return self._guarded(kept) or 0
-
-    def keep_replicas(self, keys: Keys, rows: Rows) -> int:
-        """Keep replicas of rows that other ranks own, in room that nothing else needs."""
-        if self._job.board.free_for(replicas=True) <= self._too_little:
-            return 0
-        return self.put(keys, rows, are_replicas=True)
 
     def hold(self, namespace: bytes) -> None:
         """Keep a namespace open until `let_go` or `drop`: its rows outlive the process that put them."""
@@ -279,9 +262,8 @@ class SharedTier(Tier):
         return self._guarded(claimed)
 
     def drop(self, namespace: bytes) -> None:
-        """Forget every row of a namespace, and its replicas, for all processes, now."""
+        """Forget every row of a namespace, for all processes, now."""
         self._job.board.drop(namespace)
-        self._job.board.drop(replicas_of(namespace))
         self._ask(self._tables.let_go_if_dropped, namespace)
 
     def let_go(self, namespace: bytes) -> None:
@@ -350,7 +332,7 @@ class SharedTier(Tier):
             self._tables.answer_pressure()
 
     def _ask(self, action: Callable[[bytes], None], namespace: bytes) -> None:
-        self._asked.extend([(action, namespace), (action, replicas_of(namespace))])
+        self._asked.append((action, namespace))
         self._catch_up_if_free()
 
     def _catch_up_if_free(self) -> None:
@@ -358,10 +340,9 @@ class SharedTier(Tier):
 
     def _keep(self, keys: Keys, rows: Rows) -> int:
         kept, fits = self._try_to_keep(keys, rows)
-        for make_room in (self._tables.drop_replicas, lambda: self._tables.make_room(keys.namespace)):
-            if not fits and make_room():
-                more, fits = self._try_to_keep(keys, rows)
-                kept += more
+        if not fits and self._tables.make_room(keys.namespace):
+            more, fits = self._try_to_keep(keys, rows)
+            kept += more
         if not fits:
             self._job.board.is_full = 1
             if not self._spills:
@@ -373,12 +354,10 @@ class SharedTier(Tier):
                 )
         return kept
 
-    def _try_to_keep(self, keys: Keys, rows: Rows, are_replicas: bool = False) -> tuple[int, bool]:
-        table = self._tables.find(keys.namespace, True, are_replicas)
+    def _try_to_keep(self, keys: Keys, rows: Rows) -> tuple[int, bool]:
+        table = self._tables.find(keys.namespace, create=True)
         if table is None:
             return 0, False
-        if self._description is not None and not are_replicas:
-            compare_later(self._job, table, keys.namespace, self._description)
         try:
             return table.put(keys.words, rows)
         except UnserialisableError as error:
