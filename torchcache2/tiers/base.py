@@ -28,6 +28,8 @@ from torchcache2.core.logs import ToldOnce
 from torchcache2.core.rows import Rows, Schema
 from torchcache2.files.directory import CacheDirectory
 
+_LONGEST_PAUSE = 60.0  # seconds
+
 Make = Callable[[Schema, Sequence[memoryview]], Any]  # see `Tier.get_one`
 
 
@@ -91,6 +93,46 @@ class Signals:
     publishing: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     seals: Callable[[], int] = int
     tell: ToldOnce | None = None
+
+
+class Breaker:
+    """Says when to try a failing folder or server again: after longer and longer pauses, up to a minute.
+
+    Attributes
+    ----------
+    failures : int
+        In a row, without a success.
+    shortest : float
+        The first pause in seconds; each further one is twice as long.
+    """
+
+    def __init__(self, shortest: float = 2.0) -> None:
+        self.failures, self.shortest = 0, shortest
+        self._until = 0.0
+
+    @property
+    def left(self) -> float:
+        """Seconds until it may be tried; 0 or less: now."""
+        return self._until - time.monotonic()
+
+    def allows(self) -> bool:
+        """Whether it may be tried now."""
+        return self.left <= 0.0
+
+    def failed(self, *, is_spared: bool = False) -> None:
+        """Count a failed try, and pause; the first failure in a row can be spared the pause."""
+        self.failures += 1
+        if self.failures > 1 or not is_spared:
+            # Larger exponents would overflow.
+            self.pause(self.shortest * 2.0 ** min(self.failures - 1, 10))
+
+    def pause(self, seconds: float = _LONGEST_PAUSE) -> None:
+        """Allow no tries for some seconds, at most a minute."""
+        self._until = time.monotonic() + min(_LONGEST_PAUSE, seconds)
+
+    def worked(self) -> None:
+        """Count a try that has succeeded."""
+        self.failures = 0
 
 
 class Tier(abc.ABC):

@@ -316,7 +316,8 @@ def test_rows_that_are_too_large_are_told_once(server, tiers, log, monkeypatch):
 def test_a_server_that_comes_back_empty_is_filled_again(tiers, program, log):
     with RedisServer(program) as server:
         tier = tiers([server])
-        tier._clients.shortest = 0.05
+        for node in tier._clients._known.values():
+            node.using.shortest = 0.05
         put(tier, range(5))
         tier.flush()
         server.kill()
@@ -393,7 +394,8 @@ def test_rows_that_a_server_forgets_are_only_missed(tiers, program, log):
 def test_servers_are_killed_and_begun_again_while_threads_read_and_write(tiers):
     with RedisServer() as first, RedisServer() as second:
         tier = tiers([first, second], buffer=5, delay=0.01)
-        tier._clients.shortest = 0.01
+        for node in tier._clients._known.values():
+            node.using.shortest = 0.01
         errors, is_over = [], threading.Event()
 
         def work(number):
