@@ -31,7 +31,7 @@ class TestClaims(ClaimContract):
     claim, put = staticmethod(claim), staticmethod(put)
 
     def tally(self, tier):
-        return tier._claims.tally
+        return tier.tally
 
     def left(self, tier):
         (table,) = tier._tables.open.values()
@@ -157,7 +157,7 @@ def test_four_times_the_longest_computation_is_not_stuck(two, monkeypatch):
 def test_more_claims_than_tickets_compute_without(join):
     tier, held = join(), []
     for number in range(1100):
-        tier._claims.thread = lambda number=number: number + 1  # as if each call came from another thread
+        tier.thread = lambda number=number: number + 1  # as if each call came from another thread
         held.append(claim(tier, [number]))
     assert all(len(c.mine) == 1 for c in held)
     for c in held:

@@ -465,7 +465,7 @@ class Dict(RuleBasedStateMachine):
 
     def joined(self, i):
         tier = SharedTier(self.job, self.budget, lambda: self.live[i], folder=self.folder.name)
-        tier._claims.thread = lambda: i + 1  # as if each were a process
+        tier.thread = lambda: i + 1  # as if each were a process
         return tier
 
     def tier(self, who):

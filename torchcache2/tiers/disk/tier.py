@@ -319,7 +319,7 @@ class DiskTier(Tier):
         except NewerFormatError as error:
             self._health.newer(str(error))
         except OSError as error:
-            self._health.write_fault(error, self.directory.path)
+            self._health.write_fault(error, self.path)
 
     def _make_writer(self) -> Writer:
         seconds = None if self._most_seconds is None else self._most_seconds()

@@ -35,10 +35,9 @@ from torchcache2.core.sizes import size_text
 from torchcache2.files.errors import UnserialisableError
 from torchcache2.tiers.base import Found, Make, Tally, Tier, TierClaim, TierStats
 from torchcache2.tiers.shared.board import Ticket
-from torchcache2.tiers.shared.job import Job, LockTimeoutError, leave_soon
+from torchcache2.tiers.shared.job import Job, LockTimeoutError, Tables, leave_soon
 from torchcache2.tiers.shared.region import SharingError
 from torchcache2.tiers.shared.table import SharedTable
-from torchcache2.tiers.shared.tables import Tables
 
 _T = TypeVar("_T")
 # Seconds to wait for the lock in `close`. The garbage collector may close many tiers in a thread that already
@@ -47,38 +46,21 @@ _AT_CLOSE = 0.01
 _BETWEEN_LOOKS = 0.05  # seconds between checks of the claiming processes
 
 
-class Claims:
-    """The claims of one process.
-
-    Parameters
-    ----------
-    member : int
-        The number of the process on the board.
-    guarded : callable
-        Calls a function, one thread at a time; returns None if the memory is no longer usable.
-    """
-
-    def __init__(self, member: int, guarded: Callable[[Callable[[], Positions]], Positions | None]) -> None:
-        self.member, self.guarded = member, guarded
-        self.tally = Tally()
-        self.thread: Callable[[], int] = threading.get_native_id  # unique over all processes
-
-
 class SharedClaim(TierClaim):
     """A claim in a table that processes share."""
 
     pauses = 50e-6, 2e-3
     _ticket: Ticket | None = None  # `__del__` needs it even if `__init__` was interrupted
 
-    def __init__(self, keys: Keys, table: SharedTable, claims: Claims) -> None:
-        self.tally = claims.tally
-        self._words, self._table, self._claims = keys.words, table, claims
+    def __init__(self, keys: Keys, table: SharedTable, tier: SharedTier) -> None:
+        self.tally = tier.tally
+        self._words, self._table, self._tier = keys.words, table, tier
         self._ordinals = np.full(len(keys), -1)
         self._passed: frozenset[int] = frozenset()  # held claims of dead or stuck processes
         self._next_look = 0.0
 
     def take(self, positions: Positions) -> Positions:  # noqa: D102
-        taken = self._claims.guarded(partial(self._take, positions))
+        taken = self._tier.guarded(partial(self._take, positions))
         return positions if taken is None else taken
 
     def look(self, positions: Positions) -> tuple[Flags, Flags]:  # noqa: D102
@@ -115,8 +97,8 @@ class SharedClaim(TierClaim):
         return positions[is_mine]
 
     def _take_ticket(self, file: int) -> Ticket | None:
-        claims = self._claims
-        return self._table.board.tickets.take(claims.member, claims.thread(), file, self._note)
+        tier = self._tier
+        return self._table.board.tickets.take(tier.member, tier.thread(), file, self._note)
 
     def _note(self, ticket: Ticket) -> None:
         self._ticket = ticket
@@ -168,7 +150,8 @@ class SharedTier(Tier):
         self._runtime, self._spills = runtime, spills
         self._spare = SpareMemory() if is_copied else None
         self._lock = ProcessLock()
-        self._claims = Claims(self._job.slot, self._guarded)
+        self.tally = Tally()
+        self.thread: Callable[[], int] = threading.get_native_id  # unique over all processes
         self._tables = Tables(self._job, in_use)
         self._asked: deque[tuple[Callable[[bytes], None], bytes]] = deque()
         self._told = ToldOnce()
@@ -176,6 +159,11 @@ class SharedTier(Tier):
         self._is_off = False  # whether this process has stopped sharing, after a fault that would recur
         self._closed = False
         self._faults = self._corrupt = 0
+
+    @property
+    def member(self) -> int:
+        """The number of this process on the board."""
+        return self._job.slot
 
     @property
     def budget(self) -> int:
@@ -199,7 +187,7 @@ class SharedTier(Tier):
                 )
             return Found(parts)
 
-        return self._guarded(found) or Found([])
+        return self.guarded(found) or Found([])
 
     def get_one(self, namespace: bytes, low: int, high: int, make: Make) -> Any:
         """The value of one key's row, if this process has the namespace open."""
@@ -222,7 +210,7 @@ class SharedTier(Tier):
             table = self._tables.find(keys.namespace)
             return None if table is None else table.has(keys.words)
 
-        found = self._guarded(here)
+        found = self.guarded(here)
         return np.zeros(len(keys), bool) if found is None else found
 
     @with_ordinary_tensors
@@ -238,11 +226,11 @@ class SharedTier(Tier):
         def kept() -> int:
             return self._keep(keys, Rows(rows.schema, to_host(rows.columns, self._runtime), len(rows)))
 
-        return self._guarded(kept) or 0
+        return self.guarded(kept) or 0
 
     def hold(self, namespace: bytes) -> None:
         """Keep a namespace open until `let_go` or `drop`: its rows outlive the process that put them."""
-        self._guarded(lambda: self._tables.find(namespace, create=True))
+        self.guarded(lambda: self._tables.find(namespace, create=True))
 
     def claims(self, keys: Keys) -> TierClaim | None:
         """A claim on keys; None if memory is full, or this thread has a claim in the namespace."""
@@ -255,11 +243,11 @@ class SharedTier(Tier):
             if table is None or board.is_unclaimed(table.file):
                 return None
             # Else this thread might wait for processes that wait for its other claim.
-            if board.tickets.has_one(self._claims.thread(), table.file):
+            if board.tickets.has_one(self.thread(), table.file):
                 return None
-            return SharedClaim(keys, table, self._claims)
+            return SharedClaim(keys, table, self)
 
-        return self._guarded(claimed)
+        return self.guarded(claimed)
 
     def drop(self, namespace: bytes) -> None:
         """Forget every row of a namespace, for all processes, now."""
@@ -282,21 +270,21 @@ class SharedTier(Tier):
         """Rows and bytes of all processes; the other counts are of this process."""
         rows = size = 0
         if not self._closed:
-            self._guarded(lambda: None)
+            self.guarded(lambda: None)
             rows, size = self._job.board.rows, self._job.board.nbytes
         return TierStats(rows, size, self._tables.evictions, self._corrupt, self._faults)
 
     def counts(self) -> dict[str, int]:
         """The tier's counts in `CacheStats`."""
-        return super().counts() | self._claims.tally.counts()
+        return super().counts() | self.tally.counts()
 
-    def _guarded(self, function: Callable[[], _T]) -> _T | None:
+    def guarded(self, function: Callable[[], _T]) -> _T | None:
         """Call a function, one thread at a time; None if it fails, or if this process takes no part."""
         with self._lock():
             return self._tried(function)
 
     def _tried(self, function: Callable[[], _T]) -> _T | None:
-        """As `_guarded`, under the lock."""
+        """As `guarded`, under the lock."""
         try:
             self._catch_up()
             if not self._closed and not self._is_off:
@@ -324,7 +312,6 @@ class SharedTier(Tier):
         if os.getpid() != self._job.pid and not self._is_off:
             self._tables.clear()  # the parent may have been changing them
             self._job.rejoin()
-            self._claims.member = self._job.slot
         while self._asked:
             action, namespace = self._asked.popleft()
             action(namespace)
