@@ -326,7 +326,8 @@ class Board:
         """Open a file through a living process that has it open; None if there is none."""
         inode = int(self._files[file, _INODE])
         for _, member, descriptor in self._holders[self._holders[:, _FILE] == file + 1].tolist():
-            region = Region.open(int(self._members[member, _PID]), descriptor, inode)
+            pid, start = self._members[member].tolist()
+            region = Region.open(pid, start, descriptor, inode)
             if region is not None:
                 return region
         return None

@@ -11,6 +11,7 @@ import contextlib
 import mmap
 import os
 import weakref
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -49,6 +50,15 @@ def is_alive(pid: int, start: int) -> bool:
     return start != 0 and start_time(pid) == start
 
 
+class Place(NamedTuple):
+    """A process, by its pid and start time, and its descriptor of a file with this inode."""
+
+    pid: int
+    start: int
+    descriptor: int
+    inode: int
+
+
 class Region:
     """A file in memory and its mapping; two descriptors.
 
@@ -57,7 +67,7 @@ class Region:
     descriptor : int
         Others open the file through it.
     inode : int
-        Identifies the file; never 0.
+        Identifies the file.
     size : int
         Bytes of address space.
     """
@@ -81,12 +91,19 @@ class Region:
             raise
         return cls(descriptor)
 
+    @property
+    def place(self) -> Place:
+        """Where others find the file while this process lives and keeps it."""
+        pid = os.getpid()
+        return Place(pid, start_time(pid), self.descriptor, self.inode)
+
     @classmethod
-    def open(cls, pid: int, descriptor: int, inode: int) -> Region | None:
-        """The file behind a process's descriptor; None if the descriptor is closed or reused."""
+    def open(cls, pid: int, start: int, descriptor: int, inode: int) -> Region | None:
+        """The file at a `Place`; None if the process has ended, or the descriptor is closed or reused."""
         path = f"/proc/{pid}/fd/{descriptor}"
         try:
-            if os.stat(path).st_ino != inode:  # opening an unknown file may block, or worse
+            # Opening an unknown file may block, or worse.
+            if not is_alive(pid, start) or os.stat(path).st_ino != inode:
                 return None
             mine = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         except OSError:

@@ -34,8 +34,9 @@ from torchcache2.core.rows import Rows
 from torchcache2.core.sizes import size_text
 from torchcache2.files.errors import UnserialisableError
 from torchcache2.tiers.base import Found, Make, Tally, Tier, TierClaim, TierStats
+from torchcache2.tiers.meeting import LockTimeoutError
 from torchcache2.tiers.shared.board import Ticket
-from torchcache2.tiers.shared.job import Job, LockTimeoutError, Tables, leave_soon
+from torchcache2.tiers.shared.job import Job, Tables, leave_soon
 from torchcache2.tiers.shared.region import SharingError
 from torchcache2.tiers.shared.table import SharedTable
 
