@@ -3,6 +3,7 @@
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from tests.helpers.storage import NAMESPACES
@@ -120,3 +121,10 @@ class ClaimContract:
         outer.release()
         assert in_thread(other.wait).tolist() == [] and other.appeared.tolist() == [0]
         assert self.claim(one, [2, 3]).mine.tolist() == [1]
+
+    def test_claims_of_nothing(self, join):
+        empty = self.claim(join(), [])
+        assert empty.mine.tolist() == [] and empty.others.tolist() == []
+        assert empty.wait().dtype == np.int64
+        empty.release()
+        empty.release()

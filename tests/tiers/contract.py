@@ -1,6 +1,8 @@
 """What every tier does: one suite for all of them."""
 
+import collections
 import contextlib
+import enum
 import functools
 import os
 import threading
@@ -21,6 +23,7 @@ from tests.helpers.storage import (
     rows_of,
     value_of,
     wait_until,
+    warnings_of,
 )
 from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
@@ -583,3 +586,22 @@ class LaterContract:
         assert found(tier, [1, 2, 3]) == [1, 2, 3]
         tier.flush()
         assert there() == [1, 2, 3]
+
+    def test_outputs_that_cannot_be_written_down_are_told_once(self, make, log):
+        class Local(dict):
+            pass
+
+        class Kept(enum.Enum):
+            ONE = 1
+
+        torch.utils._pytree.register_pytree_node(
+            Local, lambda node: (list(node.values()), Kept.ONE), lambda values, context: Local(x=values[0])
+        )
+        tier, pair = make(), collections.namedtuple("Pair", "x y")
+        for output in [Local(x=torch.rand(2, 3)), pair(torch.rand(2, 3), 1)] * 2:
+            for namespace in NAMESPACES:
+                assert put_output(tier, range(2), output, namespace) == 0
+        put(tier, range(3))
+        tier.flush()
+        assert found(tier, range(3)) == [0, 1, 2]
+        assert len(warnings_of(log)) == 1 and tier.stats().faults == 0

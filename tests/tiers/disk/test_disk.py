@@ -1,6 +1,5 @@
 """The disk tier: what is in the directory, who sees it, what goes when it is full, whose files are left."""
 
-import enum
 import errno
 import gc
 import json
@@ -1036,26 +1035,6 @@ def test_segments_of_a_class_that_is_not_imported_wait_for_it(
     back = rows.to_pytree(device=CPU)
     assert type(back) is user_classes.Output and positions.tolist() == list(range(5))
     assert torch.equal(back.x, output.x) and torch.equal(back.y, output.y)
-
-
-def test_outputs_that_have_no_json_form_stay_in_memory(make, log):
-    class Local(dict):
-        pass
-
-    class Kept(enum.Enum):
-        ONE = 1
-
-    torch.utils._pytree.register_pytree_node(
-        Local, lambda node: (list(node.values()), Kept.ONE), lambda values, context: Local(x=values[0])
-    )
-    tier = make()
-    for _ in range(3):
-        output = Local(x=torch.rand(2, 3))
-        assert tier.put(keys_of(["a", "b"]), Rows.from_pytree(output, 2, device=CPU)) == 0
-    seal(tier, range(3))
-    assert found(tier, range(3)) == [0, 1, 2]
-    (warning,) = warnings_of(log)
-    assert "stay in memory" in warning.getMessage()
 
 
 def test_a_segment_in_another_namespaces_folder_is_nobodys(make, path, log):

@@ -276,13 +276,6 @@ def test_close_ends_claims(server, two):
     assert claim(second, [1, 2]).mine.tolist() == [0, 1]
 
 
-def test_claims_of_nothing(server, join):
-    empty = claim(join(server), [])
-    assert empty.mine.tolist() == [] and empty.others.tolist() == []
-    assert empty.wait().dtype == np.int64
-    empty.release()
-
-
 class Interrupt(KeyboardInterrupt):
     pass
 

@@ -1,6 +1,5 @@
 """What `RedisTier` does beside what every tier does: when it sends, what it forgets, and what it survives."""
 
-import collections
 import contextlib
 import gc
 import threading
@@ -12,7 +11,6 @@ import torch
 from tests.helpers import warm
 from tests.helpers.redis import PROGRAMS, RedisServer, emptied, names
 from tests.helpers.storage import (
-    CPU,
     NAMESPACES,
     NEVER,
     found,
@@ -23,7 +21,6 @@ from tests.helpers.storage import (
     wait_until,
     warnings_of,
 )
-from torchcache2.core.rows import Rows
 from torchcache2.tiers import writer
 from torchcache2.tiers.base import Signals
 from torchcache2.tiers.redis import tier as module
@@ -229,17 +226,6 @@ def test_garbage_under_our_names_is_a_miss_and_is_overwritten(server, tiers, log
     assert found(tier, range(10)) == [0, 1, 2, 3, 4, 5, 9]
     assert value(server, 3) == right
     assert len(warnings_of(log)) == 1
-
-
-def test_outputs_that_cannot_be_written_down_are_told_once(server, tiers, log):
-    tier = tiers([server])
-    Pair = collections.namedtuple("Pair", "x y")
-    rows = Rows.from_pytree(Pair(torch.rand(2, 3), 1), 2, device=CPU)
-    for namespace in NAMESPACES:
-        assert tier.put(keys_of(range(2), namespace), rows) == 0
-    (record,) = warnings_of(log)
-    assert "not sent to a Redis server" in record.getMessage()
-    assert tier.stats().faults == 0
 
 
 def test_rows_that_are_too_large_are_told_once(server, tiers, log, monkeypatch):

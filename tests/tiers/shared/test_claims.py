@@ -266,12 +266,3 @@ def test_rows_on_an_accelerator_are_there_when_put_returns(join):
     assert theirs.wait().tolist() == [] and found(second, range(3), 5) == [0, 1, 2]
     assert found(first, range(3), 5) == [0, 1, 2]
     held.release()
-
-
-def test_claims_of_nothing(join):
-    tier = join()
-    empty = claim(tier, [])
-    assert empty.mine.tolist() == [] and empty.others.tolist() == []
-    assert empty.wait().dtype == np.int64
-    empty.release()
-    empty.release()
