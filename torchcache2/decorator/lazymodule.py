@@ -74,7 +74,7 @@ def with_device_hint(name: str, call: BoundCall, root: Any, seen: Seen, position
         yield
     except RuntimeError as error:
         apart = devices_apart(call, root, seen)
-        if apart is None or seen.shards is not None or not _is_torchs(error):
+        if apart is None or not _is_torchs(error):
             raise
         here, there = apart
         moved = "" if there == "meta" else f", or the batch to {there}"  # meta tensors have no content

@@ -56,7 +56,7 @@ from torchcache2.identity.encoding import (
 from torchcache2.identity.fingerprint import Fingerprint
 from torchcache2.identity.guard import MUTABLE, alike, content
 from torchcache2.identity.memos import Memo, memos_of
-from torchcache2.identity.sharded import Shards
+from torchcache2.identity.sharded import ShardedError, sharding
 from torchcache2.identity.sourcecode import CompiledTexts
 from torchcache2.identity.uses import is_plain, unmangled
 
@@ -73,8 +73,7 @@ _MOST_NOTES = 500
 _MOST_TOLD = 256  # elements of a C object's reported values, or bytes of an array among them
 _HOOK_FLAGS = ("with_kwargs", "always_called")
 _WATCHED = (  # what `Guard` and `NamespaceKeeper` use of a walk: lists that can be joined
-    *("modules", "scopes", "cells", "reads", "dicts", "written", "written_scopes", "written_cells"),
-    *("generators", "lazies"),
+    *("modules", "scopes", "cells", "reads", "dicts", "written", "generators", "lazies"),
 )
 _LOGGER_FIELDS = frozenset(vars(logging.Logger(""))) | {"manager"}
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -133,7 +132,7 @@ class _Field(NamedTuple):
 class Walk(CodeWalk):
     """Everything that a module or function computes with, as named parts.
 
-    A nested walk gets the outer walk's `labels`, by id. `shards` decides about sharded modules. With
+    A nested walk gets the outer walk's `labels`, by id. Ends with a `ShardedError` at a sharded module. With
     `reads_all`, even attributes that no code reads count. `methods` are the called methods of an object:
     unless they are just a module's forward, all of its methods count. The `settings` name the folder with
     remembered digests of files. A path in `places` counts as its number. `memos` are those of the last walk,
@@ -149,7 +148,6 @@ class Walk(CodeWalk):
         tokens: MutableMapping[int, tuple[object, bytes]],
         texts: CompiledTexts,
         labels: Mapping[int, bytes] | None = None,
-        shards: Shards | None = None,
         settings: CacheSettings | None = None,
         reads_all: bool = False,
         ignore: Iterable[str] = (),
@@ -170,7 +168,6 @@ class Walk(CodeWalk):
         self.lazies: list[Lazy] = []  # modules that need not be loaded
         self.loaded: list[Loaded] = []  # those that are
         self.names_grad = False  # whether code may turn grad mode on
-        self.shards = shards if shards is not None else Shards()
         self.uses.is_dynamic = reads_all
         self.uses.root = type(root) if set(methods) - {"forward"} else None
         self._plain_root = root if methods and _has_fields_alone(root) else None  # read like a module
@@ -260,7 +257,7 @@ class Walk(CodeWalk):
             pass
         if self._is_inner:
             return b""  # the element may contain this set, which would never end
-        walk = Walk(element, self._tokens, self._texts, self._labels, self.shards)
+        walk = Walk(element, self._tokens, self._texts, self._labels)
         small = [tensor for tensor in walk.tensors.values() if tensor.nbytes <= _SMALL]
         return digest([Fingerprint.of_parts(walk.parts).namespace, *map(tensor_digest, small)])
 
@@ -448,10 +445,11 @@ class Walk(CodeWalk):
         if id(module) in self._labels:
             return self._labels[id(module)]
         label = self.label(module, f"module {path}")
-        if not isinstance(module, nn.Module) or not self.shards.takes(module):
-            with self.inside(type(module)):
-                # Labels are unique, so this path is unique too.
-                self._new_module(module, label.decode(), label.decode().removeprefix("module "))
+        if isinstance(module, nn.Module) and (text := sharding(module)) is not None:
+            raise ShardedError(module, text)
+        with self.inside(type(module)):
+            # Labels are unique, so this path is unique too.
+            self._new_module(module, label.decode(), label.decode().removeprefix("module "))
         return label
 
     def _new_module(self, module: Any, label: str, path: str) -> None:
@@ -603,7 +601,7 @@ class Walk(CodeWalk):
         content = lazy.content(settings)
         self.parts[f"files {path}".rstrip()] = content
         if lazy.module is not None:
-            inner = Walk((lazy.module,), lazy.tokens, self._texts, shards=self.shards, settings=settings)
+            inner = Walk((lazy.module,), lazy.tokens, self._texts, settings=settings)
             names = self._take_over(inner, path)
             code = Fingerprint.of_parts(loader.parts).namespace
             self.loaded.append(Loaded(path, lazy, code, content, inner.parts, names))
