@@ -229,7 +229,7 @@ class Computation:
         try:
             args, kwargs = call.take(positions)
         except UnstorableError as error:
-            self._refuse_part("batch", f"an argument for a part of the batch is {error.what}")
+            self._refuse_part(f"an argument for a part of the batch is {error.what}")
         inputs, state = self._watched(args, kwargs, positions)
         try:
             output = self.forward(args, kwargs)
@@ -237,7 +237,7 @@ class Computation:
             if is_out_of_memory(error):  # the whole batch needs even more
                 raise
             failure = f"the forward of {count} of its {call.batch_size} items raises {shown(error)}"
-            self._refuse_part("batch", failure, cause="raises")
+            self._refuse_part(failure, cause="raises")
         stop = self._trace(inputs, state, output)
         if stop is not None:
             if stop.reason == "random" and threading.active_count() == 1:
@@ -253,9 +253,9 @@ class Computation:
         self._remember(shapes)
         return output
 
-    def _refuse_part(self, reason: str, why: str, *, cause: str = "") -> NoReturn:
+    def _refuse_part(self, why: str, *, cause: str = "") -> NoReturn:
         """Raise `NotStoredError` with the whole batch's output; if that raises, as without a cache."""
-        raise not_stored(reason, self.forward(self.call.args, self.call.kwargs), why, cause=cause) from None
+        raise not_stored("batch", self.forward(self.call.args, self.call.kwargs), why, cause=cause) from None
 
     def _watched(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], positions: Tensor
