@@ -407,7 +407,6 @@ class Computation:
             args = self.call.take(positions, aligned=aligned)
             return computed_again(self.forward, *args)
         finally:
-            self.keeper.accept_memos(self.seen, self.root)
             # The forward has just run for the whole batch, and changed at most attributes that it never
             # reads: restore these. Restore the rest only without other threads, which may have changed it.
             undo.attributes()

@@ -17,7 +17,6 @@ from torchcache2.identity.encoding import digest, texts_of
 from torchcache2.identity.fingerprint import Fingerprint, changes, of_root
 from torchcache2.identity.guard import Guard, Undo
 from torchcache2.identity.marks import original
-from torchcache2.identity.memos import Memo
 from torchcache2.identity.sharded import ShardedError, Shards, sharding
 from torchcache2.identity.sourcecode import CompiledTexts
 from torchcache2.identity.tensors import TensorWatch
@@ -129,8 +128,6 @@ class NamespaceKeeper:
             self._is_known = False
             self._has_old_casts = False
             self._awaited: set[str] = set()  # modules seen before their import
-            self._memos: dict[int, Memo] = {}
-            self._beside_memos = b""  # the namespace without memos
             self._weights: dict[str, bytes] = {}  # their digests as of the last look; namespaces with these
             self._namespaces: list[bytes] = []
 
@@ -183,9 +180,6 @@ class NamespaceKeeper:
         with self._lock():
             before, guard, module = self.fingerprint, self._guard, _owner(root)
             found: dict[str, str] = {}
-            if before.namespace == seen.namespace:
-                lost = [memo for memo in self._memos.values() if not memo.accept()]
-                found |= {f"{of_root(module, memo.path)} was edited": memo.path for memo in lost}
             if seen.tensors.moved() or seen.tensors.generation != seen.generation:
                 names = seen.tensors.moved_names()  # empty if another thread has read them
                 found = {f"{of_root(module, name)} was written to": name for name in names} or {
@@ -206,11 +200,6 @@ class NamespaceKeeper:
             elif (earlier := self.history.before(before)) is not None:  # another thread has looked
                 found |= changes(earlier, before, {}, module)
             return _told(found or {"the module changed": ""})
-
-    def accept_memos(self, seen: Seen, root: Any) -> None:
-        """Ignore entries that a forward has added to memos, unless it changed anything else."""
-        if self._memos:
-            self.changed_since(seen, root)
 
     def undo(self, seen: Seen, root: Any, objects: Iterable[Any] = ()) -> Undo:
         """An `Undo` to this state, for the module and `objects`, each an `ObjectSeen` among the arguments."""
@@ -240,8 +229,7 @@ class NamespaceKeeper:
         module = _owner(root)
         guard = None if self._tensors.has_lazy or self._facts.not_imported else self._guard
         self._tensors.same_forms()
-        are_same = guard is not None and guard.same(module) and self._shards.same()
-        if are_same and not (self._memos and not all(one.same() for one in self._memos.values())):
+        if guard is not None and guard.same(module) and self._shards.same():
             return
         is_sharded = self._facts.sharded is not None
         if is_sharded and (part := self._sharded()) is not None and sharding(part) is not None:
@@ -259,7 +247,6 @@ class NamespaceKeeper:
                 ignore=self._settings.ignore,
                 reads_all=self._is_argument,
                 methods=self.methods,
-                memos=self._memos,
             )
         except ShardedError as stop:
             self._facts, self._sharded = Facts(sharded=str(stop)), stop.part
@@ -280,7 +267,7 @@ class NamespaceKeeper:
             )
         self._tensors = TensorWatch(walk.tensors | self._shards.buffers(), self._tensors)
         self.generators = walk.generators + self._shards.held(GENERATORS)
-        self.lazies, self._loaded, self._memos = walk.lazies, walk.loaded, walk.memos
+        self.lazies, self._loaded = walk.lazies, walk.loaded
         for lazy in self.lazies:
             lazy.watchers.add(self)
         self._is_known = False
@@ -328,13 +315,6 @@ class NamespaceKeeper:
                 parts[f"loaded {one.path or 'module'}"] = namespace  # edited, or not the loader's
         parts |= {f"weights {path}": data for path, data in digests.items()}
         values = self._values | {f"weights {path}": text for path, text in self._tensors.forms().items()}
-        if self._memos:
-            # A memo's entries may depend on anything else in the key.
-            before, self._beside_memos = self._beside_memos, Fingerprint.of_parts(parts).namespace
-            for memo in self._memos.values():
-                if before != self._beside_memos:
-                    memo.count()
-                parts[f"memo {memo.path}"] = memo.data
         if name is not None:
             parts = {part: self._parts[part] for part in ("format", "option cache_dtype")}
             parts["persistent_module_hash"] = name.encode()
