@@ -25,8 +25,6 @@ from tests.helpers.storage import (
     CPU,
     NAMESPACES,
     NEVER,
-    Faulty,
-    Mortal,
     flip,
     found,
     key_of,
@@ -65,14 +63,6 @@ class NoWait(FileSystem):
 
     def sync_folder(self, path):
         pass
-
-
-class Failing(Faulty, NoWait):
-    pass
-
-
-class Dying(Mortal, NoWait):
-    pass
 
 
 def run_in_terminal(*arguments):

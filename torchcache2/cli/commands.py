@@ -197,8 +197,8 @@ def _verify(directory: _Dir = ".", form: _AsFormat = _Format.table) -> None:
     if form is _Format.json:
         print_json({**counts, "rows": rows, "set_aside": aside, "files": bad})
     else:
-        for one in bad:
-            say("{file}: {state}: {reason}".format_map(one))
+        for file in bad:
+            say("{file}: {state}: {reason}".format_map(file))
         good = f"{counted(counts['good'], 'good segment')} with {counted(rows, 'row')}"
         rest = f"{counts['damaged']:,} damaged, {counts['unreadable']:,} unreadable"
         say(f"{good}; {rest}, {counts['unchecked']:,} not checked, {aside:,} set aside earlier")
