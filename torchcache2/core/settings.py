@@ -102,7 +102,7 @@ _OPTIONS = {
     "shared_args": _NAMES,
     "item_args": _NAMES,
     "ignore": _NAMES._replace(
-        expected="the path of an attribute or weight, or several, such as ('tokenizer.cache', '*.lora_*')"
+        expected="the path of an attribute or weight, or several, such as ('tokenizer.memo', '*.lora_*')"
     ),
     "probe": _SWITCH,
     "strict": _SWITCH,
@@ -163,7 +163,7 @@ class CacheSettings:
     ignore : str or sequence of str
         Paths of attributes, weights, closures and globals to leave out of the key. Outputs must not depend on
         them; this is not checked. ``*`` matches any text, ``?`` one character. For example a tokenizer's memo
-        (``"tokenizer.cache"``), or disabled adapters (``"*.lora_*"``). Code always counts.
+        (``"tokenizer.memo"``), or disabled adapters (``"*.lora_*"``). Code always counts.
     probe : bool
         Whether to recompute some batches, in parts or as a whole, to check that an item's output does not
         depend on the rest of its batch.

@@ -362,7 +362,6 @@ class Computation:
             args = self.call.take(positions, aligned=aligned)
             return computed_again(self.forward, *args)
         finally:
-            self.keeper.accept_memos(self.seen, self.root)
             # The forward has just run for the whole batch, and changed at most what it never reads: what
             # the caller reads there belongs to the whole batch.
             restore()

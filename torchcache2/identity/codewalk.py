@@ -737,10 +737,6 @@ class CodeWalk(Encoder):
         """The functions that were read."""
         return [value for _, value in self.reads if isinstance(value, types.FunctionType)]
 
-    def followed(self) -> list[types.FunctionType]:
-        """`functions`, and the functions of installed packages, read for their names alone."""
-        return self.functions() + self._code_of_others.functions()
-
 
 def _generated(kind: type, function: Any) -> types.CodeType | None:
     """The code of a function that was generated from the fields of a dataclass or named tuple."""

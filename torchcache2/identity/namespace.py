@@ -17,7 +17,6 @@ from torchcache2.identity.encoding import digest, texts_of
 from torchcache2.identity.fingerprint import Fingerprint, changes, of_root
 from torchcache2.identity.guard import Guard
 from torchcache2.identity.marks import original
-from torchcache2.identity.memos import Memo
 from torchcache2.identity.sharded import ShardedError, sharding
 from torchcache2.identity.sourcecode import CompiledTexts
 from torchcache2.identity.tensors import TensorWatch
@@ -122,8 +121,6 @@ class NamespaceKeeper:
             self._is_known = False
             self._has_old_casts = False
             self._awaited: set[str] = set()  # modules seen before their import
-            self._memos: dict[int, Memo] = {}
-            self._beside_memos = b""  # the namespace without memos
             self._weights: dict[str, bytes] = {}  # their digests as of the last look; namespaces with these
             self._namespaces: list[bytes] = []
 
@@ -168,9 +165,6 @@ class NamespaceKeeper:
         with self._lock():
             before, guard, module = self.fingerprint, self._guard, _owner(root)
             found: dict[str, str] = {}
-            if before.namespace == seen.namespace:
-                lost = [memo for memo in self._memos.values() if not memo.accept()]
-                found |= {f"{of_root(module, memo.path)} was edited": memo.path for memo in lost}
             if seen.tensors.moved() or seen.tensors.generation != seen.generation:
                 names = seen.tensors.moved_names()  # empty if another thread has read them
                 found = {f"{of_root(module, name)} was written to": name for name in names} or {
@@ -191,11 +185,6 @@ class NamespaceKeeper:
             elif (earlier := self.history.before(before)) is not None:  # another thread has looked
                 found |= changes(earlier, before, {}, module)
             return _told(found or {"the module changed": ""})
-
-    def accept_memos(self, seen: Seen, root: Any) -> None:
-        """Ignore entries that a forward has added to memos, unless it changed anything else."""
-        if self._memos:
-            self.changed_since(seen, root)
 
     def distrust_tensors(self) -> None:
         """Read the tensors again next time: an optimizer may change them without their version counters."""
@@ -219,8 +208,7 @@ class NamespaceKeeper:
         module = _owner(root)
         guard = None if self._tensors.has_lazy or self._facts.not_imported else self._guard
         self._tensors.same_forms()
-        are_same = guard is not None and guard.same(module)
-        if are_same and not (self._memos and not all(one.same() for one in self._memos.values())):
+        if guard is not None and guard.same(module):
             return
         is_sharded = self._facts.sharded is not None
         if is_sharded and (part := self._sharded()) is not None and sharding(part) is not None:
@@ -236,7 +224,6 @@ class NamespaceKeeper:
                 ignore=self._settings.ignore,
                 reads_all=self._is_argument,
                 methods=self.methods,
-                memos=self._memos,
             )
         except ShardedError as stop:
             self._facts, self._sharded = Facts(sharded=str(stop)), stop.part
@@ -256,12 +243,7 @@ class NamespaceKeeper:
                 ".cache_instance.fingerprint.parts show paths, such as encoder.0.weight",
             )
         self._tensors = TensorWatch(walk.tensors, self._tensors)
-        self.generators, self.lazies, self._loaded, self._memos = (
-            walk.generators,
-            walk.lazies,
-            walk.loaded,
-            walk.memos,
-        )
+        self.generators, self.lazies, self._loaded = walk.generators, walk.lazies, walk.loaded
         for lazy in self.lazies:
             lazy.watchers.add(self)
         self._is_known = False
@@ -308,13 +290,6 @@ class NamespaceKeeper:
                 parts[f"loaded {one.path or 'module'}"] = namespace  # edited, or not the loader's
         parts |= {f"weights {path}": data for path, data in digests.items()}
         values = self._values | {f"weights {path}": text for path, text in self._tensors.forms().items()}
-        if self._memos:
-            # A memo's entries may depend on anything else in the key.
-            before, self._beside_memos = self._beside_memos, Fingerprint.of_parts(parts).namespace
-            for memo in self._memos.values():
-                if before != self._beside_memos:
-                    memo.count()
-                parts[f"memo {memo.path}"] = memo.data
         if name is not None:
             parts = {part: self._parts[part] for part in ("format", "option cache_dtype")}
             parts["persistent_module_hash"] = name.encode()

@@ -55,7 +55,6 @@ from torchcache2.identity.encoding import (
 )
 from torchcache2.identity.fingerprint import Fingerprint
 from torchcache2.identity.guard import MUTABLE, alike, content
-from torchcache2.identity.memos import Memo, memos_of
 from torchcache2.identity.sharded import ShardedError, sharding
 from torchcache2.identity.sourcecode import CompiledTexts
 from torchcache2.identity.uses import is_plain, unmangled
@@ -135,8 +134,7 @@ class Walk(CodeWalk):
     A nested walk gets the outer walk's `labels`, by id. Ends with a `ShardedError` at a sharded module. With
     `reads_all`, even attributes that no code reads count. `methods` are the called methods of an object:
     unless they are just a module's forward, all of its methods count. The `settings` name the folder with
-    remembered digests of files. A path in `places` counts as its number. `memos` are those of the last walk,
-    by id; None: memos count like other dicts.
+    remembered digests of files. A path in `places` counts as its number.
     """
 
     most_objects = most_before_bulk = 100_000
@@ -153,7 +151,6 @@ class Walk(CodeWalk):
         ignore: Iterable[str] = (),
         methods: Collection[str] = (),
         places: Mapping[str, int] | None = None,
-        memos: Mapping[int, Memo] | None = None,
     ) -> None:
         super().__init__(tokens, texts, ignore)
         self.generators: list[Any] = []  # random generators, whose state is not part of the namespace
@@ -164,7 +161,6 @@ class Walk(CodeWalk):
         # Every module found, its attributes that were read, and those that were left out. Includes a root
         # that is a plain object.
         self.modules: list[tuple[Any, list[str], set[str]]] = []
-        self.memos: dict[int, Memo] = {}  # dicts that no output depends on, by id
         self.lazies: list[Lazy] = []  # modules that need not be loaded
         self.loaded: list[Loaded] = []  # those that are
         self.names_grad = False  # whether code may turn grad mode on
@@ -172,7 +168,6 @@ class Walk(CodeWalk):
         self.uses.root = type(root) if set(methods) - {"forward"} else None
         self._plain_root = root if methods and _has_fields_alone(root) else None  # read like a module
         self._settings, self._places = settings, places or {}
-        self._known_memos = memos
         self._is_inner = labels is not None
         self._labels.update(labels or {})
         self._attributes: list[_Field] = []
@@ -189,10 +184,9 @@ class Walk(CodeWalk):
                 self.parts[f"hook (global) {number}"] = self.encode(hook, f"global hook {number}")
         self.write_replaced()
         # Each round may find more code, which reads more.
-        while self.write_all() or self._read_fields() or self._distrust() or self._refuse_memos():
+        while self.write_all() or self._read_fields() or self._distrust():
             pass
         self._close_fields()
-        self._close_memos()
         self.write_order()
         self.watch_all()
         self.names_grad |= any("enable_grad" in name or "grad_enabled" in name for name in self.parts)
@@ -373,19 +367,12 @@ class Walk(CodeWalk):
             self.reads.append((_tokenizer, value))
         hidden = _hidden(value, state) if self.origins.of(kind) == "installed" else set()
         state = {name: item for name, item in state.items() if name not in hidden}
-        is_plain_state = not is_pickled and not hidden and has_plain_state(value)
-        memos = dict[str, Memo]()
-        if is_plain_state and self._known_memos is not None:
-            memos = memos_of(value, state, path, self._texts)
-        for attribute, one in memos.items():
-            self.memos.setdefault(id(one.value), one)
-            del state[attribute]
         self._note(value, state, path)
         self.in_order(kind, state)
         head = self.klass(kind, path) + self.state(state, path)
         head += self.encode(cached, path) if cached else b""
-        if is_plain_state:
-            return b"o" + head + b"".join(text_bytes(f"memo {attribute}") for attribute in memos)
+        if not is_pickled and not hidden and has_plain_state(value):
+            return b"o" + head
         if hasattr(kind, "__next__"):
             return self.unreadable(value, path)  # an iterator's position changes with use
         try:
@@ -560,28 +547,6 @@ class Walk(CodeWalk):
         for name, container in due:
             self.parts[f"global {name}"] = self.encode(container, name)
         return bool(due)
-
-    def _refuse_memos(self) -> bool:
-        """Write memos that other code may use; returns whether there were any."""
-        if not self.memos:
-            return False
-        is_dynamic, functions = self.uses.of(object).is_dynamic, self.followed()
-        refused = [
-            one
-            for key, one in self.memos.items()
-            if is_dynamic or key in self.containers or any(map(one.is_named_by, functions))
-        ]
-        for one in refused:
-            del self.memos[id(one.value)]
-            self.parts[f"memo {one.path}"] = self.encode(one.value, one.path)
-        return bool(refused)
-
-    def _close_memos(self) -> None:
-        """Keep the known memos that are unchanged."""
-        for key, one in self.memos.items():
-            known = (self._known_memos or {}).get(key)
-            if known is not None and known.value is one.value and known.path == one.path and known.same():
-                self.memos[key] = known
 
     def _lazy(self, lazy: Lazy, path: str) -> None:
         """Write how a lazy module is loaded. If it is loaded, watch it like any other.
