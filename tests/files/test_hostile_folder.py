@@ -39,7 +39,6 @@ from torchcache2.files.directory import FINGERPRINT, LOCK, TAG, TAG_TEXT, CacheD
 from torchcache2.files.errors import NewerFormatError
 from torchcache2.files.filesystem import Descriptors, FileSystem, StrangeFileError, most_open, ulid
 from torchcache2.files.removal import deleting, in_use
-from torchcache2.tiers import breaker as breaker_module
 from torchcache2.tiers.disk import index as located_module
 from torchcache2.tiers.disk.tier import DiskTier
 
@@ -513,44 +512,27 @@ def test_a_namespace_that_cannot_be_written_is_alone(path, log, code):
         seal(tier, [("kept", number)], namespace=C)
     assert found(tier, ROWS, namespace=A) == ROWS
     tier.close()
-    assert 1 <= tier.stats().faults <= 4 and fs.tries <= 8
+    assert 1 <= tier.stats().faults <= 10 and fs.tries <= 20
     first, *rest = warnings_of(log)
     assert str(path / A.hex()) in first.getMessage()
     passes = code in (errno.EIO, errno.ENOTDIR)
     assert [record.getMessage() for record in rest] == [
-        f"rows that could not be written to {path}: 1"
+        f"rows that could not be written to {path}: 5"
     ] * passes
     for namespace in (B, C):
         assert len(sealed_names(path, [("kept", n) for n in range(5)], namespace=namespace)) == 5
 
 
-def test_a_namespace_is_written_again_when_it_can_be(path, log, monkeypatch):
-    now = [1000.0]
-    monkeypatch.setattr(breaker_module.time, "monotonic", lambda: now[0])
+def test_a_namespace_is_written_again_when_it_can_be(path, log):
     fill(path)
     fs = Forbidden(A)
     tier = handle(path, fs=fs)
     put(tier, ["first"])
     tier.flush()
-    assert put(tier, ["second"]) == 0  # not tried
     fs.texts = []
-    now[0] += 61
-    seal(tier, ["third"])
+    seal(tier, ["second"])
     tier.close()
-    assert sealed_names(path, ["first", "second", "third"]) == ["third"] and len(warnings_of(log)) == 1
-
-
-def test_of_many_namespaces_that_cannot_be_written_three_are_named(path, log):
-    fs = Forbidden(*(bytes([number]) * 16 for number in range(8)))
-    tier = handle(path, fs=fs)
-    for number in range(8):
-        put(tier, ["lost"], namespace=bytes([number]) * 16)
-        tier.flush()
-    seal(tier, ["kept"], namespace=A)
-    tier.close()
-    texts = [record.getMessage() for record in warnings_of(log)]
-    assert len(texts) == 4 and "other namespaces" in texts[3]
-    assert [bytes([n]).hex() * 16 in text for n, text in enumerate(texts[:3])] == [True] * 3
+    assert sealed_names(path, ["first", "second"]) == ["second"] and len(warnings_of(log)) == 1
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])

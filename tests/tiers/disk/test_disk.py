@@ -126,35 +126,7 @@ def test_segments_have_the_codec_that_was_asked_for(make, path, codec):
     assert (size_of(path) < 0.9 * raw) == (codec != "none")
 
 
-def test_the_callers_keys_may_change_before_rows_are_sealed(make, path):
-    tier, keys = make(), keys_of(range(3))
-    keys = Keys(keys.namespace, keys.data.copy())
-    tier.put(keys, rows_of(range(3), 4))
-    keys.data[:] = 0
-    tier.flush()
-    assert sealed_names(path, range(5)) == [0, 1, 2]
-
-
 # When rows are sealed
-
-
-def test_rows_wait_and_can_be_read_meanwhile(make, path):
-    tier = make()
-    assert put(tier, range(10)) == 10
-    assert found(tier, range(12)) == list(range(10))
-    assert segments(path) == []
-    tier.flush()
-    assert len(segments(path)) == 1
-    assert found(tier, range(12)) == list(range(10))
-    tier.flush()
-    assert len(segments(path)) == 1
-
-
-def test_rows_are_sealed_after_a_while(make, path):
-    tier = make(delay=0.01)
-    put(tier, range(10))
-    wait_until(lambda: segments(path))
-    assert sealed_names(path, range(10)) == list(range(10))
 
 
 def test_rows_are_sealed_when_there_are_enough(make, path):
@@ -165,13 +137,6 @@ def test_rows_are_sealed_when_there_are_enough(make, path):
     for file in segments(path):
         assert 100_000 < file.stat().st_size < 150_000
     assert found(tier, range(400), 250) == list(range(400))
-
-
-def test_rows_are_sealed_at_close(make, path):
-    tier = make()
-    put(tier, range(10))
-    tier.close()
-    assert sealed_names(path, range(10)) == list(range(10))
 
 
 def test_rows_of_a_temporary_directory_are_not_written_at_close(make, path):

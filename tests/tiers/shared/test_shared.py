@@ -91,13 +91,6 @@ def test_one_row_is_found_where_the_namespace_is_open_and_not_after_a_drop(join)
     assert (first.stats().faults, second.stats().faults) == (0, 0)
 
 
-def test_rows_are_kept_once(join):
-    first, second = join(), join()
-    assert put(first, range(10)) == 10
-    assert put(second, range(5, 15)) == 5
-    assert first.stats().rows == 15
-
-
 def test_other_jobs_see_nothing(join, tmp_path):
     tier = join()
     put(tier, [1])
@@ -465,7 +458,7 @@ class Dict(RuleBasedStateMachine):
 
     def joined(self, i):
         tier = SharedTier(self.job, self.budget, lambda: self.live[i], folder=self.folder.name)
-        tier._claims.thread = lambda: i + 1  # as if each were a process
+        tier.thread = lambda: i + 1  # as if each were a process
         return tier
 
     def tier(self, who):
