@@ -42,7 +42,7 @@ from torchcache2.identity.arguments import BoundCall, Signature, argument_leaves
 from torchcache2.identity.encoding import digest
 from torchcache2.identity.items import item_keys
 from torchcache2.identity.namespace import NamespaceKeeper, Seen
-from torchcache2.identity.sharded import modules_of
+from torchcache2.identity.obstacles import modules_of
 
 _MOST_CONTEXTS = 1000  # contexts whose outputs' lists are known
 _MOST_KINDS = 10_000

@@ -39,7 +39,7 @@ from torchcache2.identity.codenames import names_of, resolved
 from torchcache2.identity.encoding import digest
 from torchcache2.identity.marks import LAZY_ATTRIBUTE
 from torchcache2.identity.namespace import NamespaceKeeper, Seen, namespace_of
-from torchcache2.identity.sharded import ShardedError, weights_of
+from torchcache2.identity.obstacles import ShardedError, weights_of
 from torchcache2.identity.walk import Lazy
 
 _RACY = 2.0  # seconds; a file may change again within one tick of its file system's clock

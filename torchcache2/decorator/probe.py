@@ -42,7 +42,7 @@ from torchcache2.engine.verify import leaf_differences
 from torchcache2.identity.arguments import BoundCall
 from torchcache2.identity.encoding import digest
 from torchcache2.identity.fingerprint import Fingerprint
-from torchcache2.identity.sharded import modules_of
+from torchcache2.identity.obstacles import modules_of
 from torchcache2.identity.sourcecode import names_in
 
 _ALIKE = 0.75  # batches of one size differ by less than the precision to this power

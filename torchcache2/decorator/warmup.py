@@ -39,7 +39,7 @@ from torchcache2.engine.progress import ADVICE, OPTION, Progress, WarmupStats
 from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.running import Forward
 from torchcache2.identity.marks import LAZY_ATTRIBUTE
-from torchcache2.identity.sharded import weights_of
+from torchcache2.identity.obstacles import weights_of
 
 _CPU = torch.device("cpu")
 _SHARED_OUT = ("num_replicas", "num_processes")  # attributes of what gives each rank its own part already

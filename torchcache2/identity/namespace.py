@@ -17,10 +17,9 @@ from torchcache2.identity.encoding import digest, texts_of
 from torchcache2.identity.fingerprint import Fingerprint, changes, of_root
 from torchcache2.identity.guard import Guard
 from torchcache2.identity.marks import original
-from torchcache2.identity.sharded import ShardedError, sharding
+from torchcache2.identity.obstacles import ShardedError, UnsteadyLayer, sharding, unseeded_draws, unsteady
 from torchcache2.identity.sourcecode import CompiledTexts
 from torchcache2.identity.tensors import TensorWatch
-from torchcache2.identity.unsteady import UnsteadyLayer, unseeded_draws, unsteady
 from torchcache2.identity.walk import Lazy, Loaded, Walk
 
 _NONE = bytes(16)

@@ -55,7 +55,7 @@ from torchcache2.identity.encoding import (
 )
 from torchcache2.identity.fingerprint import Fingerprint
 from torchcache2.identity.guard import MUTABLE, alike, content
-from torchcache2.identity.sharded import ShardedError, sharding
+from torchcache2.identity.obstacles import ShardedError, sharding
 from torchcache2.identity.sourcecode import CompiledTexts
 from torchcache2.identity.uses import is_plain, unmangled
 
