@@ -15,7 +15,6 @@ if _typing.TYPE_CHECKING:
         NotCachedError,
         OptionError,
         OutputError,
-        RankError,
         TorchcacheError,
         UnhashableArgumentError,
     )
@@ -55,7 +54,6 @@ __all__ = [
     "NotCachedError",
     "OptionError",
     "OutputError",
-    "RankError",
     "SharedCache",
     "TorchcacheError",
     "UnhashableArgumentError",

@@ -308,22 +308,6 @@ def test_what_sets_itself_up_for_a_size_is_put_back(monkeypatch):
     assert module.cache_instance.stats().hits > 0
 
 
-def test_a_variable_of_a_closure_that_is_set_for_a_size_is_put_back(monkeypatch):
-    monkeypatch.setattr(threading, "active_count", lambda: 1)
-    size = None
-
-    def masked(x):
-        nonlocal size
-        if size != len(x):
-            size = len(x)
-        return x * 2 + size * 0
-
-    function = torchcache(masked)
-    for _ in range(3):
-        assert torch.equal(function(X), X * 2)
-        assert size == 6
-
-
 def test_grad_mode_after_a_part_that_raises():
     @torchcache
     def even(x):

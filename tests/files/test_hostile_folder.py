@@ -1,5 +1,5 @@
-"""A cache directory at the hands of others: what is no file, too few files that may be open, strange tags and
-archives, and namespaces that another user has made."""
+"""A cache directory at the hands of others: what is no file, too few files that may be open, strange tags,
+and namespaces that another user has made."""
 
 import contextlib
 import errno
@@ -9,7 +9,6 @@ import resource
 import shutil
 import signal
 import stat
-import subprocess
 import tempfile
 import threading
 import traceback
@@ -35,7 +34,6 @@ from tests.helpers.storage import (
     warnings_of,
 )
 from torchcache2 import OptionError, torchcache
-from torchcache2.cli.archive import export, import_archive
 from torchcache2.cli.commands import run
 from torchcache2.files.directory import FINGERPRINT, LOCK, TAG, TAG_TEXT, CacheDirectory
 from torchcache2.files.errors import NewerFormatError
@@ -149,7 +147,6 @@ def test_a_fingerprint_that_is_no_file(path, tmp_path, log, capfd, kind):
     for arguments in (["ls"], ["stats"], ["verify"], ["prune", "--max-size", "1GB"]):
         code, text = command(arguments[0], *arguments[1:], path, capfd=capfd)
         assert code == 0, text
-    assert command("export", path, tmp_path / "x.tar", capfd=capfd)[0] == 0
     assert command("prune", "--max-size", "1B", path, capfd=capfd)[0] == 0
     assert command("rm", path, "--yes", A.hex(), capfd=capfd)[0] in (0, 2)
     assert is_there()
@@ -251,24 +248,6 @@ def test_a_damaged_segment_whose_new_name_is_taken_stays(path, tmp_path, log, ki
     seal(tier, ROWS)
     tier.close()
     assert is_there() and file.exists() and sealed_names(path, ROWS) == ROWS
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_import_and_export_where_something_has_the_name(path, tmp_path, capfd, kind):
-    fill(path)
-    archive = tmp_path / "x.tar"
-    assert command("export", path, archive, capfd=capfd)[0] == 0
-    target = tmp_path / "target" / A.hex()
-    target.mkdir(parents=True)
-    is_there = strange(kind, target / segments(path)[0].name, tmp_path)
-    code, text = command("import", archive, tmp_path / "target", capfd=capfd)
-    assert code == 1 and "something that is not a file has its name" in text and is_there()
-    (tmp_path / "more").mkdir()
-    is_there = strange(kind, tmp_path / "y.tar", tmp_path / "more")
-    code, text = command("export", path, tmp_path / "y.tar", capfd=capfd)
-    assert code == 2 and "exists already" in text and is_there()
-    code, text = command("import", tmp_path / "y.tar", tmp_path / "new", capfd=capfd)
-    assert code == 2 and not (tmp_path / "new").exists()
 
 
 def test_a_run_and_its_end_do_not_wait_for_a_pipe(path):
@@ -430,7 +409,7 @@ def test_a_program_that_has_used_up_its_files(path, limit, log):
     tier.close()
 
 
-# Tags, paths and archives
+# Tags and paths
 
 
 @pytest.mark.parametrize("digits", ["9" * 6000, "1", "3", "0", "1" + "0" * 30, "0" * 5000 + "1"])
@@ -501,39 +480,6 @@ def test_a_segment_that_says_that_its_rows_are_nowhere_is_damaged(path, log):
     assert found(tier, ROWS) == []
     tier.close()
     assert (tier.stats().corrupt, tier.stats().faults) == (1, 0) and len(warnings_of(log)) == 1
-
-
-def test_what_tar_makes_of_a_cache_directory_is_imported(path, tmp_path):
-    fill(path, (A, B))
-    (path / LOCK).touch()
-    (path / A.hex() / f"{NAME}.corrupt").write_bytes(b"damaged")
-    (path / A.hex() / f"{NAME}.tmp").write_bytes(b"of a dead writer")
-    for arguments in (["."], [f"./{A.hex()}", f"./{B.hex()}", f"./{TAG}"], [A.hex(), B.hex(), TAG]):
-        archive, target = tmp_path / f"{len(arguments[0])}.tar", tmp_path / str(len(arguments[0]))
-        subprocess.run(["tar", "--format=gnu", "-cf", archive, *arguments], cwd=path, check=True, timeout=60)
-        done = import_archive(str(archive), CacheDirectory(str(target), Unsynced()))
-        assert (done.segments, done.refused) == (2, [])
-        assert sealed_names(target, ROWS, namespace=A) == sealed_names(target, ROWS, namespace=B) == ROWS
-        assert not list(target.rglob("*.corrupt")) and not list(target.rglob("*.tmp"))
-
-
-@pytest.mark.parametrize(
-    ("tag", "sentence"),
-    [
-        ("format 3", "is of format 3"),
-        ("format " + "9" * 6000, "is of format 999999999"),
-        ("format 0", "is of format 0"),
-        ("of something else", "something else"),
-    ],
-)
-def test_a_tar_of_another_format_is_refused_before_anything_is_written(path, tmp_path, capfd, tag, sentence):
-    fill(path)
-    (path / TAG).write_text((path / TAG).read_text().replace("format 2", tag))
-    # The tag may be the last file.
-    subprocess.run(["tar", "-cf", tmp_path / "x.tar", A.hex(), TAG], cwd=path, check=True, timeout=60)
-    code, text = command("import", tmp_path / "x.tar", tmp_path / "new", capfd=capfd)
-    assert code == 2 and sentence in text and "nothing was imported" in text and len(text) < 500
-    assert not (tmp_path / "new").exists()
 
 
 # Namespaces that cannot be written
@@ -719,4 +665,3 @@ def test_a_group_shares_a_folder(shared, log):
         expected = 0o2775 if file.is_dir() else 0o664
         assert (status.st_gid, stat.S_IMODE(status.st_mode)) == (GROUP, expected), file
     assert sealed_names(path, [*ROWS, 100]) == [*ROWS, 100]
-    assert export(CacheDirectory(str(path), FileSystem()), str(shared / "x.tar"))[0] == 2

@@ -137,9 +137,7 @@ def made():
     return Net
 
 def work():
-    from torch import distributed
     from torchcache2 import torchcache
-    from torchcache2.engine.collective.channel import Channel
 
     for cached in (torchcache(made())(), torchcache(made()())):
         plain = made()().eval().requires_grad_(False)
@@ -158,8 +156,6 @@ def work():
         assert torch.equal(cached(x), plain.script(plain.norm(plain.linear(x) + 1)) + 2)
         cached.train()
         assert not torch.equal(cached(x), cached(x))
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    assert Channel(distributed.group.WORLD).gather("planted", b"text") == [b"text"]
 
 made()()(torch.rand(2, 8))  # which imports a thousand modules of torch, once for all
 for gone in cases:

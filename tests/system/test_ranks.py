@@ -329,7 +329,7 @@ def test_threads_of_ranks_wait_for_each_other_and_not_for_themselves(job):
     [
         ({"distributed": "node", "policy": "lru"}, "policy='keep'"),
         ({"distributed": "node", "memory_cache_device": None}, "memory_cache_device='cpu'"),
-        ({"distributed": "nodes"}, "'auto', 'off', 'node' or 'collective'"),
+        ({"distributed": "nodes"}, "'auto', 'off' or 'node'"),
     ],
 )
 def test_options_that_do_not_go_together(options, text):

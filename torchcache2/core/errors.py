@@ -6,7 +6,6 @@
     ├── OptionError (ValueError)
     ├── DecorationError (TypeError)
     ├── MissingSampleError (LookupError)
-    ├── RankError (RuntimeError)
     ├── DeviceError (RuntimeError)
     └── NotCachedError (RuntimeError)
         ├── InputError (ValueError)
@@ -14,8 +13,8 @@
         └── OutputError (ValueError)
 
 The first two are a programmer's mistakes, and are raised at once. The third means that samples served without
-their dataset are missing; the fourth that ranks in step cannot continue; the fifth that an item must be
-computed while all weights are on another device. The others are raised only under ``strict=True`` and in a
+their dataset are missing; the fourth that an item must be computed while all weights are on another device.
+The others are raised only under ``strict=True`` and in a
 warmup: otherwise a call that cannot be cached runs the plain forward, with one warning. Other faults of
 storage or network are never exceptions, but counted misses and one warning.
 """
@@ -48,25 +47,6 @@ class MissingSampleError(TorchcacheError, LookupError):
     """A sample is missing, and there is no dataset to load it from."""
 
     __module__ = "torchcache2"
-
-
-class RankError(TorchcacheError, RuntimeError):
-    """With ``distributed="collective"``: another rank failed, ended, did not arrive, or is out of step.
-
-    Attributes
-    ----------
-    rank : int or None
-        That rank's number in the process group; None if there are several, or it is unknown.
-    """
-
-    __module__ = "torchcache2"
-
-    def __init__(self, text: str, rank: int | None = None) -> None:
-        super().__init__(text)
-        self.rank = rank
-
-    def __reduce__(self) -> tuple[type, tuple[str, int | None]]:
-        return type(self), (str(self), self.rank)
 
 
 class DeviceError(TorchcacheError, RuntimeError):

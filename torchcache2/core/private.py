@@ -13,7 +13,6 @@ import os
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from itertools import product, starmap
 from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple, TypeVar
@@ -207,12 +206,6 @@ def form_check(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
     return None
 
 
-def fsdp_policy(module: nn.Module) -> Any:
-    """The dtypes in which `fully_shard` makes a module compute; None if unknown."""
-    ask: Any = getattr(module, "_get_fsdp_state", None)
-    return getattr(ask and ask(), "_mp_policy", None)
-
-
 # Operators and scripts.
 
 CUSTOM_OPERATORS: Mapping[str, Any] = _first("torch._library.custom_ops.OPDEFS", otherwise={})
@@ -253,26 +246,6 @@ def script_parts(module: nn.Module) -> ScriptParts | None:
         return ScriptParts(script.getattr, sorted(kind.get_attributes()), constants, methods)
     except AttributeError:
         return None
-
-
-# Process groups.
-
-_get_store: Any = _first("torch.distributed.distributed_c10d._get_process_group_store")
-
-
-def group_store(group: Any) -> Any:
-    """The store of a process group."""
-    return group.get_group_store() if _get_store is None else _get_store(group)
-
-
-def group_timeout(group: Any, devices: Iterable[str]) -> timedelta:
-    """How long a process group waits for a rank; torch's default if unknown."""
-    try:
-        backends = [methodcaller("_get_backend", torch.device(device))(group) for device in devices]
-        timeout: timedelta = min(map(attrgetter("options._timeout"), backends))
-    except AttributeError:
-        from torch.distributed.distributed_c10d import default_pg_timeout as timeout
-    return timeout
 
 
 # The standard library, and the file systems of buckets.

@@ -28,9 +28,9 @@ from torchcache2.engine.randomness import state_of
 from torchcache2.identity.encoding import Encoder, digest, qualified_name, readable, text_bytes, texts_of
 from torchcache2.identity.fingerprint import Fingerprint
 from torchcache2.identity.guard import MUTABLE, size_of
+from torchcache2.identity.obstacles import unseeded_draws
 from torchcache2.identity.sourcecode import CompiledTexts
 from torchcache2.identity.tensors import TensorWatch
-from torchcache2.identity.unsteady import unseeded_draws
 from torchcache2.identity.walk import GENERATORS, Walk
 
 _FORMAT = 1

@@ -73,8 +73,7 @@ REASONS = {
     "sharded": Reason(
         "module",
         "a rank that finds all items would skip a forward in which others wait. Cache a module that is whole "
-        "on each rank, such as a frozen one outside of the model that is sharded; or have ranks call it in "
-        "step, by distributed='collective' with a persistent_module_hash",
+        "on each rank, such as a frozen one outside of the model that is sharded",
     ),
     "output": Reason("forward"),
     "unreadable": Reason("module", "reading a missing attribute must raise an AttributeError"),

@@ -39,7 +39,7 @@ from torchcache2.engine.progress import ADVICE, OPTION, Progress, WarmupStats
 from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.running import Forward
 from torchcache2.identity.marks import LAZY_ATTRIBUTE
-from torchcache2.identity.sharded import weights_of
+from torchcache2.identity.obstacles import weights_of
 
 _CPU = torch.device("cpu")
 _SHARED_OUT = ("num_replicas", "num_processes")  # attributes of what gives each rank its own part already
@@ -60,8 +60,8 @@ def warm_up(
     """Compute the items of a dataset that are not cached yet.
 
     In a job of several ranks, all of them call this, and each takes every n-th sample: rank and number of
-    ranks come from `torch.distributed` or, if that is not initialised, from ``RANK`` and ``WORLD_SIZE``; with
-    ``distributed="collective"``, from its process group. Only then do ranks wait for each other. Rank 0 shows
+    ranks come from `torch.distributed` or, if that is not initialised, from ``RANK`` and ``WORLD_SIZE``.
+    Ranks do not wait for each other. Rank 0 shows
     progress, rate and time left and, after the first batches, an estimate of memory, disk and time.
 
     Calls run under `torch.no_grad`, and otherwise in the caller's state: device, autocast, ``eval()``.
@@ -109,19 +109,16 @@ def warm_up(
     10
     """
     self = self.of(method)
-    with self.join():  # ranks may have different numbers of batches, or none, which is an error
-        return _warmed_up(self, data, inputs, batch_size, num_workers)
+    return _warmed_up(self, data, inputs, batch_size, num_workers)
 
 
 def _warmed_up(
     self: Any, data: Any, inputs: Callable[[Any], Any] | None, batch_size: int, num_workers: int
 ) -> WarmupStats:
-    collective = self.engine.collective
-    root, name, where = self.living_root(), self.name, place() if collective is None else collective.place()
+    root, name, where = self.living_root(), self.name, place()
     if self.engine.is_closed:
         raise NotCachedError(f"{name}: its cache is closed, so nothing would be kept")
-    is_sharded = self.keeper.looks_sharded(root)  # then all ranks must make equally many calls
-    share = share_of(data, where, batch_size, num_workers, is_even=is_sharded)
+    share = share_of(data, where, batch_size, num_workers)
     if not self.settings.enabled or disabled_by_environment():
         logger.info("%s: nothing is warmed up, because caching is turned off", name)
         return WarmupStats(0, 0, 0.0, 0)
@@ -230,10 +227,10 @@ def estimate(
     if type(batches) is not int or batches < 1:
         raise OptionError(f"batches={batches!r}: expected an int of at least 1")
     self = self.of(method)
-    root, collective = self.living_root(), self.engine.collective
+    root = self.living_root()
     if self.engine.is_closed:
         raise NotCachedError(f"{self.name}: its cache is closed, so nothing would be kept")
-    share = share_of(data, place() if collective is None else collective.place(), batch_size, num_workers)
+    share = share_of(data, place(), batch_size, num_workers)
     forward = Forward(_called(self, root))
     looks, start = Looks(), time.perf_counter()
     with torch.no_grad(), _random_as_before(self, share):

@@ -17,11 +17,10 @@ class RandomState:
     def __init__(self, generators: Iterable[Any]) -> None:
         self._generators = list(generators)
         self._state = self._read()
-        self._disturbed = self._state[0]
 
     def moved(self) -> bool:
-        """Whether a number has been drawn since this was made, or since `disturb`."""
-        (tensors, *others), (before, *others_before) = self._read()[0], self._disturbed
+        """Whether a number has been drawn since this was made."""
+        (tensors, *others), (before, *others_before) = self._read()[0], self._state[0]
         # A device initialised since then has a new generator. Its state is a seed of 8 bytes and an offset,
         # which is 0 until a number is drawn.
         new = tensors[len(before) :]
@@ -29,12 +28,9 @@ class RandomState:
             tensors[: len(before)] != before or others != others_before or any(any(s[8:]) for s in new)
         )
 
-    def disturb(self) -> None:
-        """Draw from the default generators, so that even a forward that sets a fixed seed changes them."""
-        torch.rand(1, device="cpu")
-        random.random()
-        np.random.random()
-        self._disturbed = self._read()[0]
+    def equals(self, other: RandomState) -> bool:
+        """Whether the generators' state was the same then."""
+        return bool(self._state[0] == other._state[0])
 
     def restore(self) -> None:
         """Restore the generators' state."""

@@ -243,7 +243,7 @@ def write_run(fs: FileSystem, folder: str, namespace: bytes, parts: Sequence[Par
     most = sum(int(part.table["rows"].sum(dtype=np.int64)) for part in parts)
     per_block = -(-most // (_ROWS * _MOST_BLOCKS))
 
-    def write(file: Descriptor, _: str) -> None:
+    def write(file: Descriptor) -> None:
         counts, first_keys, offset = np.zeros(len(table), np.int64), [], 0
         for blocks in _blocks(_merged(parts, targets, most), per_block * _ROWS):
             entries = blocks["entries"].reshape(len(blocks), -1)

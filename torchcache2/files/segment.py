@@ -121,7 +121,7 @@ def encode(batches: Sequence[Batch], codec: Codec, *, library: str = "") -> Enco
 def write(fs: FileSystem, folder: str, name: str, encoded: Encoded) -> None:
     """Write a segment's file, which appears whole or not at all."""
 
-    def fill(file: Descriptor, _temporary: str) -> None:
+    def fill(file: Descriptor) -> None:
         end = 0
         pieces = [encoded.head, *encoded.data]
         for _, some in groupby(pieces, lambda piece: id(piece) if isinstance(piece, Plane) else 0):

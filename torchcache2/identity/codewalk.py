@@ -104,11 +104,8 @@ class CodeWalk(Encoder):
         self.dicts: list[Collection[Any]] = []  # compared by number of elements, as new ones count
         # Functions that read a tuple from an object, compared by identity.
         self.reads: list[tuple[Callable[[Any], tuple[Any, ...]], Any]] = []
-        # What code only writes: it is not in the key, but `Undo` restores it.
-        self.written: list[tuple[str, Any]] = []  # containers
-        self.written_scopes: list[tuple[Mapping[str, Any], str]] = []
-        self.written_cells: list[types.CellType] = []
-        self.assigned: set[str] = set()  # names of all of these
+        self.assigned: set[str] = set()  # names of what code only writes, which is not in the key
+        self.written: list[tuple[str, Any]] = []  # the containers among these
         self.uses = UseTable()
         self.in_hook = False  # values that hooks only write count, as others may read them
         self.origins = sourcecode.Origins()
@@ -522,7 +519,6 @@ class CodeWalk(Encoder):
                 continue
             is_left_out = uses is not None and self._only_writes(uses, name, value)
             if is_left_out and name in uses.assigned:  # type: ignore[union-attr]
-                self.written_cells.append(cell)
                 continue
             self.cells.append((cell, value))
             read = [(value, name)] if uses is None else self.read_of(uses, name, value, name)
@@ -558,7 +554,6 @@ class CodeWalk(Encoder):
             return None
         is_left_out = self._only_writes(uses, name, value)
         if is_left_out and name in uses.assigned:
-            self.written_scopes.append((scope, name))
             return None
         self.scopes.append((scope, name, None if value is _MISSING else value))
         if is_left_out:
@@ -741,10 +736,6 @@ class CodeWalk(Encoder):
     def functions(self) -> list[types.FunctionType]:
         """The functions that were read."""
         return [value for _, value in self.reads if isinstance(value, types.FunctionType)]
-
-    def followed(self) -> list[types.FunctionType]:
-        """`functions`, and the functions of installed packages, read for their names alone."""
-        return self.functions() + self._code_of_others.functions()
 
 
 def _generated(kind: type, function: Any) -> types.CodeType | None:

@@ -18,15 +18,7 @@ _TITLES = {
     "function": "source of function",
     "closure": "closure variable",
 }
-_NAMED = (
-    "attribute",
-    "memo",
-    "closure",
-    "default",
-    "global",
-    "weights",
-    "value",
-)  # what `ignore` can leave out
+_NAMED = ("attribute", "closure", "default", "global", "weights", "value")  # what `ignore` can leave out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +85,7 @@ def changes(
         verbs = {at: verb for at, verb in containers.items() if at == place or at.startswith(inside)}
         for at, verb in (verbs or {place: f"was assigned{text}" if text.startswith(":") else text}).items():
             told.add(at)
-            is_own = kind in ("attribute", "memo", "weights")
+            is_own = kind in ("attribute", "weights")
             name = of_root(module, at) if is_own else f"{_TITLES.get(kind, kind)} {at}{of}{owner}"
             lines[f"{name} {verb.strip()}"] = at if kind in _NAMED else ""
     for at in containers.keys() - told:  # in addition to plain values of the same object

@@ -1,4 +1,4 @@
-"""`Guard` notices changes of code, modules and containers since a walk; `Undo` reverts them.
+"""`Guard` notices changes of code, modules and containers since a walk.
 
 Attributes, submodules, hooks, globals and closures are compared by identity, in flat lists that C functions
 iterate over. So are the elements of containers, except plain values (by type and value) and nested containers
@@ -8,23 +8,18 @@ every call compares the sizes, and the ends of arrays.
 
 from __future__ import annotations
 
-import contextlib
-import copy
 from array import array
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from gc import get_referents
 from itertools import accumulate, chain, islice
 from operator import getitem, is_, itemgetter
-from types import CellType
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import nn
 from xxhash import xxh3_128_digest
 
-from torchcache2.core.memory import as_bytes
 from torchcache2.core.private import BUFFERS, GLOBAL_HOOKS, HOOKS, MODULES, PARAMETERS, PRE_HOOKS
 from torchcache2.identity.marks import is_method
 
@@ -36,7 +31,6 @@ _SMALL, _ALL_SMALL, _LARGE = 13_600, 400_000, 1_050_000
 _ELEMENT, _EMPTY = 200, 800  # comparing an element, or a container, takes as long as so many bytes
 _MOST_LARGE, _MOST_SIZED = 400, 100
 _ENDS = 32  # elements at each end of a container that is too large to be compared whole
-_MOST_COPIED = 1_000_000  # elements
 
 _MAPPINGS = (dict, OrderedDict, defaultdict)
 _DIRECT = (*_MAPPINGS, list, set, deque)  # iterated directly, which takes half the time
@@ -84,10 +78,6 @@ class Guard:
         self._cells = [cell for cell, _ in walk.cells]
         self._reads = walk.reads
         read = [*walk.containers.values()]
-        # State that a forward may change, for `Undo`.
-        self.containers = [container for container, _, _ in read] + [one for _, one in walk.written]
-        self.scopes = self._scopes + walk.written_scopes
-        self.cells = self._cells + walk.written_cells
         self._before = read
         self._watch_containers([container for container, _, _ in read])
         # `get_referents` is five times faster for dicts, but may leave out values of some.
@@ -211,67 +201,6 @@ class Guard:
         ]
 
 
-class Undo:
-    """Remembers the state that a `Guard` watches, small tensors and grad mode, to restore it in place.
-
-    For example, a forward may set a flag and add a hook when it first runs. `others` belong to arguments of
-    the call.
-    """
-
-    def __init__(
-        self, guard: Guard | None, root: Any, tensors: Iterable[Tensor] = (), others: Sequence[Undo] = ()
-    ) -> None:
-        self._others, self._grad = others, torch.is_grad_enabled()
-        self._tensors = [(tensor, tensor.clone()) for tensor in tensors]
-        modules = [*(guard.modules if guard else ()), *([root] if root is not None else [])]
-        self._fields = [(fields, dict(fields)) for fields in map(vars, modules)]
-        self._contents = [
-            (value, value.copy() if value else None)
-            for _, fields in self._fields
-            for value in fields.values()
-            if type(value) in _DIRECT
-        ]
-        self._variables: list[tuple[Any, str, Any]] = []
-        if guard is not None:
-            own = {id(value) for value, _ in self._contents}
-            sizes = accumulate(map(size_of, guard.containers))
-            few = [one for one, size in zip(guard.containers, sizes, strict=True) if size <= _MOST_COPIED]
-            self._contents += [(value, _copied(value)) for value in few if id(value) not in own]
-            for scope, name in guard.scopes:
-                if type(scope) is dict:
-                    self._variables.append((scope, name, scope.get(name, _MISSING)))
-            for cell in guard.cells:
-                with contextlib.suppress(ValueError):  # empty cell
-                    self._variables.append((cell, "cell_contents", cell.cell_contents))
-
-    def __call__(self) -> None:
-        """Restore everything, in small steps, as other threads may use these objects."""
-        for tensor, data in self._tensors:
-            if not _is_same(tensor, data):
-                with torch.inference_mode():  # buffers made in this mode can only be written in it
-                    tensor.copy_(data)
-        self.attributes()
-        for scope, name, value in self._variables:
-            if isinstance(scope, CellType):
-                setattr(scope, name, value)
-            elif value is _MISSING:
-                scope.pop(name, None)
-            elif scope.get(name, _MISSING) is not value:
-                scope[name] = value
-        for container, before in self._contents:
-            _restore(container, before)
-        for undo in self._others:
-            undo()
-
-    def attributes(self) -> None:
-        """Restore only the attributes of modules and this thread's grad mode."""
-        for fields, before in self._fields:
-            _restore_fields(fields, before)
-        for undo in self._others:
-            undo.attributes()
-        torch.set_grad_enabled(self._grad)
-
-
 def _identities(objects: list[Any]) -> bytes:
     """The addresses of objects, which identify them as long as they are alive."""
     return np.fromiter(objects, object, len(objects)).tobytes()
@@ -359,58 +288,3 @@ def _is_like(left: Any, right: Any) -> bool:
     if kind is not type(right):
         return False
     return left == right if kind in _EXACT else kind in _PRINTED and repr(left) == repr(right)
-
-
-def _copied(container: Any) -> Any:
-    """A copy of the content of a container, for `_restore`; None if it is empty."""
-    kind = _kind(container)
-    if size_of(container) == 0:
-        return None
-    if kind is None or kind is np.ndarray:
-        return copy.copy(container)
-    parts = _elements(container, kind)
-    return dict(zip(*parts, strict=True)) if issubclass(kind, dict) else [*parts[0]]
-
-
-def _restore(container: Any, before: Any) -> None:
-    """Restore the content of a container if it has changed, bypassing a subclass's own methods."""
-    kind = _kind(container)
-    if type(container) in _KINDS and not container and not before:
-        return
-    if isinstance(container, np.ndarray):
-        if before is not None and _bytes(container) != _bytes(before):
-            container[...] = before
-    elif kind is None:
-        container[:] = container[:0] if before is None else before
-    elif issubclass(kind, dict):
-        _restore_fields(container, before or {})
-        if [*kind.__iter__(container)] != [*(before or ())]:
-            for name in before:
-                kind.__setitem__(container, name, kind.pop(container, name))  # to the end
-    else:
-        now, before = [*kind.__iter__(container)], before or []
-        if len(now) == len(before) and all(map(is_, now, before)):
-            return
-        if kind is list:
-            list.__setitem__(container, slice(None), before)
-        else:
-            kind.clear(container)
-            (kind.update if kind is set else kind.extend)(container, before)
-
-
-def _restore_fields(fields: Any, before: dict[Any, Any]) -> None:
-    """Give names their former values."""
-    kind = _kind(fields)
-    now = fields if kind is type(fields) else dict(zip(*_elements(fields, kind), strict=True))
-    for name in now.keys() - before.keys():
-        kind.pop(fields, name, None)
-    for name, value in before.items():
-        if now.get(name, _MISSING) is not value:
-            kind.__setitem__(fields, name, value)
-
-
-def _is_same(tensor: Tensor, before: Tensor) -> bool:
-    try:
-        return torch.equal(as_bytes(tensor[None]), as_bytes(before[None]))
-    except (NotImplementedError, RuntimeError):  # the tensor is sparse, or has no data
-        return True

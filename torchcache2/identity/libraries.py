@@ -49,11 +49,6 @@ class InstalledCode:
         self._named: dict[int, Any] = {}
         self._reached: dict[int, tuple[set[str], list[types.FunctionType]]] = {}
 
-    def functions(self) -> list[types.FunctionType]:
-        """The functions of installed packages that were followed."""
-        named = [one for one in self._named.values() if isinstance(one, types.FunctionType)]
-        return named + [one for _, reached in self._reached.values() for one in reached]
-
     def reach(self, kind: type) -> set[str]:
         """Follow the forwards of a class and its bases through their package; returns every name used."""
         bases = [base for base in kind.__mro__ if base not in (nn.Module, object)]
@@ -257,6 +252,8 @@ class ScriptState:
 # them, and they differ between runs that compute the same. In ``attribute.key``, only this key of the dict
 # ``attribute`` is left out.
 _OF_TOKENIZERS = ("name_or_path", "vocab_file", "tokenizer_file")
+# Memos of words and of prompts: packages read and fill them, but no output depends on what is in them.
+_MEMOS = ("cache", "_prompt_length_mapping")
 _LEFT_OUT = {
     # Python's hash of a text, which differs between processes; tells save_pretrained of changes.
     ("transformers", "GenerationConfig"): ("_original_object_hash",),
@@ -268,12 +265,14 @@ _LEFT_OUT = {
     ("transformers", "PreTrainedTokenizerBase"): (
         *_OF_TOKENIZERS,
         *[f"init_kwargs.{name}" for name in _OF_TOKENIZERS],
+        "cache",  # only slow ones have it
     ),
+    ("clip", "SimpleTokenizer"): ("cache",),
+    ("open_clip", "SimpleTokenizer"): ("cache",),
     # The second is a list in the order of a set, which differs between processes; read while loading a
     # config.
     ("diffusers", "FrozenDict"): ("_name_or_path", "_use_default_values"),
     ("peft", "PeftConfigMixin"): ("base_model_name_or_path",),
-    # A memo of its tokenizer's results for prompts.
     ("sentence_transformers", "Transformer"): ("_prompt_length_mapping",),
     # A count of the hooks of the process, to remove one; hooks count where they run.
     ("torch", "RemovableHandle"): ("id", "hooks_dict_ref", "extra_dict_ref"),
@@ -317,11 +316,11 @@ def _listed(table: Mapping[tuple[str, str], tuple[str, ...]], kind: type) -> lis
     ]
 
 
-def is_named(attribute: str, *words: Collection[str]) -> bool:
-    """Whether code with these words, from outside `RELATED` packages, names what is left out."""
+def is_named(attribute: str, own: Collection[str], others: Collection[str]) -> bool:
+    """Whether code names what is left out: the project's, or, except for memos, of packages not `RELATED`."""
     last = attribute.rpartition(".")[2].lstrip("_")
     names = {last, f"_{last}", f"__{last}"} - {*_CALLED}
-    return not all(map(names.isdisjoint, words))
+    return not names.isdisjoint(own if attribute in _MEMOS else {*own, *others})
 
 
 def without_captures(hooks: Mapping[int, Any]) -> list[tuple[int, Any]]:

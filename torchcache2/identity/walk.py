@@ -55,8 +55,7 @@ from torchcache2.identity.encoding import (
 )
 from torchcache2.identity.fingerprint import Fingerprint
 from torchcache2.identity.guard import MUTABLE, alike, content
-from torchcache2.identity.memos import Memo, memos_of
-from torchcache2.identity.sharded import Shards
+from torchcache2.identity.obstacles import ShardedError, sharding
 from torchcache2.identity.sourcecode import CompiledTexts
 from torchcache2.identity.uses import is_plain, unmangled
 
@@ -73,8 +72,7 @@ _MOST_NOTES = 500
 _MOST_TOLD = 256  # elements of a C object's reported values, or bytes of an array among them
 _HOOK_FLAGS = ("with_kwargs", "always_called")
 _WATCHED = (  # what `Guard` and `NamespaceKeeper` use of a walk: lists that can be joined
-    *("modules", "scopes", "cells", "reads", "dicts", "written", "written_scopes", "written_cells"),
-    *("generators", "lazies"),
+    *("modules", "scopes", "cells", "reads", "dicts", "written", "generators", "lazies"),
 )
 _LOGGER_FIELDS = frozenset(vars(logging.Logger(""))) | {"manager"}
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -133,11 +131,10 @@ class _Field(NamedTuple):
 class Walk(CodeWalk):
     """Everything that a module or function computes with, as named parts.
 
-    A nested walk gets the outer walk's `labels`, by id. `shards` decides about sharded modules. With
+    A nested walk gets the outer walk's `labels`, by id. Ends with a `ShardedError` at a sharded module. With
     `reads_all`, even attributes that no code reads count. `methods` are the called methods of an object:
     unless they are just a module's forward, all of its methods count. The `settings` name the folder with
-    remembered digests of files. A path in `places` counts as its number. `memos` are those of the last walk,
-    by id; None: memos count like other dicts.
+    remembered digests of files. A path in `places` counts as its number.
     """
 
     most_objects = most_before_bulk = 100_000
@@ -149,13 +146,11 @@ class Walk(CodeWalk):
         tokens: MutableMapping[int, tuple[object, bytes]],
         texts: CompiledTexts,
         labels: Mapping[int, bytes] | None = None,
-        shards: Shards | None = None,
         settings: CacheSettings | None = None,
         reads_all: bool = False,
         ignore: Iterable[str] = (),
         methods: Collection[str] = (),
         places: Mapping[str, int] | None = None,
-        memos: Mapping[int, Memo] | None = None,
     ) -> None:
         super().__init__(tokens, texts, ignore)
         self.generators: list[Any] = []  # random generators, whose state is not part of the namespace
@@ -166,16 +161,13 @@ class Walk(CodeWalk):
         # Every module found, its attributes that were read, and those that were left out. Includes a root
         # that is a plain object.
         self.modules: list[tuple[Any, list[str], set[str]]] = []
-        self.memos: dict[int, Memo] = {}  # dicts that no output depends on, by id
         self.lazies: list[Lazy] = []  # modules that need not be loaded
         self.loaded: list[Loaded] = []  # those that are
         self.names_grad = False  # whether code may turn grad mode on
-        self.shards = shards if shards is not None else Shards()
         self.uses.is_dynamic = reads_all
         self.uses.root = type(root) if set(methods) - {"forward"} else None
         self._plain_root = root if methods and _has_fields_alone(root) else None  # read like a module
         self._settings, self._places = settings, places or {}
-        self._known_memos = memos
         self._is_inner = labels is not None
         self._labels.update(labels or {})
         self._attributes: list[_Field] = []
@@ -192,10 +184,9 @@ class Walk(CodeWalk):
                 self.parts[f"hook (global) {number}"] = self.encode(hook, f"global hook {number}")
         self.write_replaced()
         # Each round may find more code, which reads more.
-        while self.write_all() or self._read_fields() or self._distrust() or self._refuse_memos():
+        while self.write_all() or self._read_fields() or self._distrust():
             pass
         self._close_fields()
-        self._close_memos()
         self.write_order()
         self.watch_all()
         self.names_grad |= any("enable_grad" in name or "grad_enabled" in name for name in self.parts)
@@ -260,7 +251,7 @@ class Walk(CodeWalk):
             pass
         if self._is_inner:
             return b""  # the element may contain this set, which would never end
-        walk = Walk(element, self._tokens, self._texts, self._labels, self.shards)
+        walk = Walk(element, self._tokens, self._texts, self._labels)
         small = [tensor for tensor in walk.tensors.values() if tensor.nbytes <= _SMALL]
         return digest([Fingerprint.of_parts(walk.parts).namespace, *map(tensor_digest, small)])
 
@@ -376,19 +367,12 @@ class Walk(CodeWalk):
             self.reads.append((_tokenizer, value))
         hidden = _hidden(value, state) if self.origins.of(kind) == "installed" else set()
         state = {name: item for name, item in state.items() if name not in hidden}
-        is_plain_state = not is_pickled and not hidden and has_plain_state(value)
-        memos = dict[str, Memo]()
-        if is_plain_state and self._known_memos is not None:
-            memos = memos_of(value, state, path, self._texts)
-        for attribute, one in memos.items():
-            self.memos.setdefault(id(one.value), one)
-            del state[attribute]
         self._note(value, state, path)
         self.in_order(kind, state)
         head = self.klass(kind, path) + self.state(state, path)
         head += self.encode(cached, path) if cached else b""
-        if is_plain_state:
-            return b"o" + head + b"".join(text_bytes(f"memo {attribute}") for attribute in memos)
+        if not is_pickled and not hidden and has_plain_state(value):
+            return b"o" + head
         if hasattr(kind, "__next__"):
             return self.unreadable(value, path)  # an iterator's position changes with use
         try:
@@ -448,10 +432,11 @@ class Walk(CodeWalk):
         if id(module) in self._labels:
             return self._labels[id(module)]
         label = self.label(module, f"module {path}")
-        if not isinstance(module, nn.Module) or not self.shards.takes(module):
-            with self.inside(type(module)):
-                # Labels are unique, so this path is unique too.
-                self._new_module(module, label.decode(), label.decode().removeprefix("module "))
+        if isinstance(module, nn.Module) and (text := sharding(module)) is not None:
+            raise ShardedError(module, text)
+        with self.inside(type(module)):
+            # Labels are unique, so this path is unique too.
+            self._new_module(module, label.decode(), label.decode().removeprefix("module "))
         return label
 
     def _new_module(self, module: Any, label: str, path: str) -> None:
@@ -563,28 +548,6 @@ class Walk(CodeWalk):
             self.parts[f"global {name}"] = self.encode(container, name)
         return bool(due)
 
-    def _refuse_memos(self) -> bool:
-        """Write memos that other code may use; returns whether there were any."""
-        if not self.memos:
-            return False
-        is_dynamic, functions = self.uses.of(object).is_dynamic, self.followed()
-        refused = [
-            one
-            for key, one in self.memos.items()
-            if is_dynamic or key in self.containers or any(map(one.is_named_by, functions))
-        ]
-        for one in refused:
-            del self.memos[id(one.value)]
-            self.parts[f"memo {one.path}"] = self.encode(one.value, one.path)
-        return bool(refused)
-
-    def _close_memos(self) -> None:
-        """Keep the known memos that are unchanged."""
-        for key, one in self.memos.items():
-            known = (self._known_memos or {}).get(key)
-            if known is not None and known.value is one.value and known.path == one.path and known.same():
-                self.memos[key] = known
-
     def _lazy(self, lazy: Lazy, path: str) -> None:
         """Write how a lazy module is loaded. If it is loaded, watch it like any other.
 
@@ -603,7 +566,7 @@ class Walk(CodeWalk):
         content = lazy.content(settings)
         self.parts[f"files {path}".rstrip()] = content
         if lazy.module is not None:
-            inner = Walk((lazy.module,), lazy.tokens, self._texts, shards=self.shards, settings=settings)
+            inner = Walk((lazy.module,), lazy.tokens, self._texts, settings=settings)
             names = self._take_over(inner, path)
             code = Fingerprint.of_parts(loader.parts).namespace
             self.loaded.append(Loaded(path, lazy, code, content, inner.parts, names))
