@@ -357,6 +357,14 @@ def test_ranks_share_the_memory_of_a_job(tmp_path, monkeypatch):
     second.close()
 
 
+def test_a_file_with_the_inode_of_ours_is_not_taken_for_it(tmp_path):
+    region = Region.create(4096)
+    with (tmp_path / "other").open("w+b") as file:
+        file.truncate(4096)
+        place = region.place._replace(descriptor=file.fileno(), inode=os.fstat(file.fileno()).st_ino)
+        assert Region.open(*place) is None and Region.open(*region.place).inode == region.inode
+
+
 @pytest.mark.skipif(os.name != "posix" or os.getuid() != 0, reason="only root can become another user")
 def test_other_users_are_refused(join):
     tier = join()

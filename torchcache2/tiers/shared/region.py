@@ -20,6 +20,7 @@ from torch import Tensor
 from torchcache2.core.keys import Array
 
 PAGE = mmap.PAGESIZE
+_NAME = "torchcache2"  # which the system shows
 _POPULATE_READ, _POPULATE_WRITE = 22, 23  # MADV_POPULATE_* of Linux 5.14; Python does not define them
 
 
@@ -83,7 +84,7 @@ class Region:
     @classmethod
     def create(cls, size: int) -> Region:
         """A new file of zeros, none of which takes memory yet."""
-        descriptor = os.memfd_create("torchcache2", os.MFD_CLOEXEC)
+        descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         try:
             os.ftruncate(descriptor, size)
         except BaseException:
@@ -103,7 +104,8 @@ class Region:
         path = f"/proc/{pid}/fd/{descriptor}"
         try:
             # Opening an unknown file may block, or worse.
-            if not is_alive(pid, start) or os.stat(path).st_ino != inode:
+            is_ours = os.readlink(path).startswith(f"/memfd:{_NAME} ")  # inodes repeat on other devices
+            if not is_ours or not is_alive(pid, start) or os.stat(path).st_ino != inode:
                 return None
             mine = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         except OSError:
