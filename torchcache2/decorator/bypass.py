@@ -77,7 +77,10 @@ REASONS = {
         "step, by distributed='collective' with a persistent_module_hash",
     ),
     "output": Reason("forward"),
-    "unreadable": Reason("module", "reading a missing attribute must raise an AttributeError"),
+    "unreadable": Reason(
+        "module",
+        "reading a missing attribute must raise an AttributeError; of a torch.jit module, cache the original",
+    ),
 }
 _BATCH = {  # advice about a dependence on the batch, by how it was found
     "": (

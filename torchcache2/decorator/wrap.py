@@ -40,6 +40,7 @@ from torchcache2.identity.marks import (
     ORIGINAL_ATTRIBUTE,
     is_method,
     is_ours,
+    without_ours,
 )
 from torchcache2.identity.namespace import History
 
@@ -145,8 +146,10 @@ def _call(
     # The key identifies the method of the object's own class. If a subclass calls this one by `super()`, that
     # is another computation, not cached by itself.
     is_other = getattr(kind, name, None) is not wrapper and not _is_own(kind, name, wrapper)
-    # A traced call makes no cache, as some exporters reject attributes added by a call.
-    if is_other or ("cache_instance" not in getattr(obj, "__dict__", ()) and is_traced()):
+    # A traced call makes no cache, as some exporters reject attributes added by a call. A replica of
+    # `nn.DataParallel` has copies of the weights, and lives for one call.
+    fields = getattr(obj, "__dict__", ())
+    if is_other or REPLICA_MARK in fields or ("cache_instance" not in fields and is_traced()):
         return forward(*rest, **kwargs)
     return cache_of_object(obj, name).call(forward, rest, kwargs)
 
@@ -185,10 +188,8 @@ def decorate_class(cls: Any, binding: Binding) -> Any:
 def _patch_methods(cls: Any) -> None:
     methods = getattr(cls, BINDING).methods
     wraps: dict[str, Any] = {}
-    if issubclass(cls, nn.Module):
-        wraps = {REPLICATE: _cached_replicate}
-        if "forward" in methods:
-            wraps |= dict.fromkeys(_methods_with_arguments(cls), _watched_method)
+    if issubclass(cls, nn.Module) and "forward" in methods:
+        wraps |= dict.fromkeys(_methods_with_arguments(cls), _watched_method)
     wraps |= {name: functools.partial(decorate_function, binding=None) for name in methods}
     for name, wrap in wraps.items():
         method = getattr(cls, name, None)
@@ -260,15 +261,6 @@ def _layers(function: Any) -> Iterator[Any]:
         function = getattr(function, "__wrapped__", None)
 
 
-def _cached_replicate(replicate: Callable[..., nn.Module], method: str) -> Callable[..., nn.Module]:
-    @functools.wraps(replicate)
-    def cached_replicate(self: nn.Module) -> nn.Module:
-        cache_of_object(self)  # make the cache before the replicas, so that they share it
-        return replicate(self)
-
-    return cached_replicate
-
-
 # Ray and Spark pickle a class of ``__main__`` with everything in its ``__dict__``, so these support pickle.
 
 
@@ -307,8 +299,7 @@ def cache_of_object(obj: Any, name: str | None = None) -> ModuleCache:
     `DecorationError` if there is none.
     """
     cache = getattr(obj, "__dict__", {}).get("cache_instance")
-    # A replica of `nn.DataParallel` has copies of the weights, and lives for one call.
-    if cache is None or not (cache.root is obj or getattr(obj, REPLICA_MARK, False)):
+    if cache is None or cache.root is not obj:
         cache = None
     elif name is None or cache.method == name:
         return cache  # type: ignore[no-any-return]
@@ -400,12 +391,9 @@ class CachedMethod:
         return self.cache.call(Forward(self.plain(), compiler), args, kwargs)
 
     def replicate(self) -> nn.Module:
-        """A replica of the module for `nn.DataParallel`, with the same caches."""
-        module = self.__self__
-        replica: nn.Module = getattr(type(module), REPLICATE)(module)
-        _unwatch(replica)
-        for name, method in methods_of(module).items():
-            replica.__dict__[name] = CachedMethod(replica, name, method.own, method.cache)
+        """A replica of the module for `nn.DataParallel`: it has copies of the weights, and is not cached."""
+        replica: nn.Module = getattr(type(self.__self__), REPLICATE)(self.__self__)
+        replica.__dict__ = without_ours(vars(replica))
         return replica
 
     def holding(self) -> CachedMethod:
@@ -462,7 +450,8 @@ def _run_watched(
     obj: Any, name: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     cache, watched = getattr(obj, "__dict__", {}).get("cache_instance"), _WATCHED.get()
-    if is_traced() or (cache is not None and cache.on_first_call is None):
+    is_seen = cache is not None and cache.on_first_call is None
+    if is_seen or is_traced() or hasattr(obj, REPLICA_MARK):
         return method(*args, **kwargs)
     token = _WATCHED.set(watched | {id(obj)})
     try:
