@@ -14,8 +14,8 @@ import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product, starmap
-from operator import attrgetter, methodcaller
-from typing import Any, NamedTuple, TypeVar
+from operator import attrgetter
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -179,7 +179,7 @@ DROPOUTS: Any = _first(
         *(nn.AlphaDropout, nn.FeatureAlphaDropout),
     ),
 )
-# A method that `nn.DataParallel` calls, and its mark on replicas: else each replica has its own cache.
+# A method that `nn.DataParallel` calls, and its mark on replicas: else these compute with the original.
 REPLICATE, REPLICA_MARK = "_replicate_for_data_parallel", "_is_replica"
 FSDP_MARK = "_is_fsdp_managed_module"  # else recognised by class
 FSDP_MODULES = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
@@ -206,7 +206,7 @@ def form_check(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
     return None
 
 
-# Operators and scripts.
+# Operators.
 
 CUSTOM_OPERATORS: Mapping[str, Any] = _first("torch._library.custom_ops.OPDEFS", otherwise={})
 OPERATOR_DEFINITION: Any = _first(
@@ -219,34 +219,6 @@ OPERATOR_FIELDS = (
     *("_autocast_dtype", "_disabled_kernel"),
 )
 REGISTERED_KERNELS: Iterable[str] | None = _first("torch.library._impls")
-SCRIPT = "_c"  # the compiled script of a module
-SCRIPT_FIELDS = frozenset((SCRIPT, "_concrete_type", "_initializing"))
-_ConcreteType: Any = _first("torch._C.ConcreteModuleType")
-
-
-class ScriptParts(NamedTuple):
-    """The parts of a scripted module: its attributes, read anew by ``read(name)``, and its methods."""
-
-    read: Callable[[str], Any]
-    attributes: list[str]
-    constants: dict[str, Any]
-    methods: list[Any]
-
-
-def script_parts(module: nn.Module) -> ScriptParts | None:
-    """The parts of a module with a `SCRIPT`; None if unavailable."""
-    try:
-        script = vars(module)[SCRIPT]
-        kind = _ConcreteType.from_jit_type(methodcaller("_type")(script))
-        names = sorted(methodcaller("_method_names")(script))
-        methods = [methodcaller("_get_method", name)(script) for name in names]
-        for hooks in ("_get_forward_pre_hooks", "_get_forward_hooks"):
-            methods += methodcaller(hooks)(script)
-        constants = dict(sorted(kind.get_constants().items()))
-        return ScriptParts(script.getattr, sorted(kind.get_attributes()), constants, methods)
-    except AttributeError:
-        return None
-
 
 # The standard library, and the file systems of buckets.
 

@@ -76,7 +76,10 @@ REASONS = {
         "on each rank, such as a frozen one outside of the model that is sharded",
     ),
     "output": Reason("forward"),
-    "unreadable": Reason("module", "reading a missing attribute must raise an AttributeError"),
+    "unreadable": Reason(
+        "module",
+        "reading a missing attribute must raise an AttributeError; of a torch.jit module, cache the original",
+    ),
 }
 _BATCH = {  # advice about a dependence on the batch, by how it was found
     "": (

@@ -92,7 +92,7 @@ class Guard:
     def _add(self, module: nn.Module, fields: dict[str, Any], names: list[str], left_out: set[str]) -> None:
         self.modules.append(module)
         names = [*names, *(["training"] if "training" in fields else [])]
-        # Some wrappers, such as those of `torch.compile`, lack some dicts; scripted modules have others.
+        # Some wrappers, such as those of `torch.compile`, lack some dicts.
         for (_, empty), (_, filled), name in zip(self._empty, self._filled, _DICTS, strict=True):
             if isinstance(fields.get(name), dict):
                 (filled if fields[name] else empty).append(fields)

@@ -1,24 +1,21 @@
-"""Code of libraries: patched installed code, torch's operators, graphs and scripts, and what is left out."""
+"""Code of libraries: patched installed code, torch's operators and graphs, and what is left out."""
 
 from __future__ import annotations
 
 import inspect
-import re
 import types
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchcache2.core.private import (
     CUSTOM_OPERATORS,
     OPERATOR_CODE,
     OPERATOR_DEFINITION,
     REGISTERED_KERNELS,
-    ScriptParts,
 )
-from torchcache2.core.values import leaves_of, same
 from torchcache2.identity.sourcecode import (
     CompiledTexts,
     Origins,
@@ -162,10 +159,6 @@ OPERATOR_NAMESPACES = (type(torch.ops), type(torch.ops.aten), type(torch.ops.hig
 # Kernels for these dispatch keys do not compute outputs.
 _NO_KERNELS = ("Meta", "Autograd", "ADInplace", "Tracer", "Functionalize")
 _OF_TORCH = ("aten", "prim", "prims", "quantized", "torch", "c10d", "_c10d_functional", "higher_order")
-# Positions of code, and numbers that the process gives to scripted classes.
-_OF_PROCESS = re.compile(r" # .*:\d+:\d+$|___torch_mangle_\d+\.", re.MULTILINE)
-_OPAQUE = ("prim::CallMethod", "prim::CallFunction", "prim::PythonOp", "prim::fork")  # they run other code
-_PLAIN = (Tensor, type(None), bool, int, float, complex, str, torch.device)
 
 
 def is_operator(value: Any) -> bool:
@@ -208,44 +201,6 @@ def graph_code(graph: torch.fx.Graph) -> list[Any]:
     """The code of a graph, and the values that it names."""
     code = graph.python_code("self")
     return [code.src, sorted(code.globals.items())]
-
-
-def script_code(methods: Iterable[Any]) -> list[Any] | None:
-    """The code of scripted methods or functions and of all that they call; None if unavailable."""
-    parts: list[Any] = []
-    for method in methods:
-        graph = method.inlined_graph
-        if any(graph.findAllNodes(kind) for kind in _OPAQUE):
-            return None
-        # Printed code has only a few digits of each constant, and shortens texts that look like paths.
-        constants = [
-            node.output().toIValue()
-            for node in graph.findAllNodes("prim::Constant")
-            if "value" in node.attributeNames()
-        ]
-        parts.append([method.name, _OF_PROCESS.sub("", graph.str(False)), constants])
-    return parts
-
-
-class ScriptState:
-    """The attributes of a scripted module, and whether they changed."""
-
-    def __init__(self, parts: ScriptParts) -> None:
-        self._parts = parts
-        self.values = self._read()
-        self.is_plain = all(isinstance(leaf, _PLAIN) for leaf in leaves_of(self.values))
-
-    def _read(self) -> dict[str, Any]:
-        return {name: self._parts.read(name) for name in self._parts.attributes}
-
-    def __call__(self, module: object) -> tuple[Any, ...]:
-        """A tuple of one object: the same one as long as the attributes are equal.
-
-        Each read of the attributes themselves returns new objects.
-        """
-        if not same(now := self._read(), self.values):
-            self.values = now
-        return (self.values,)
 
 
 # Left out of namespaces: attributes of these classes, or keys of mappings. No forward of these packages reads

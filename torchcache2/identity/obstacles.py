@@ -105,7 +105,7 @@ def unsteady(module: nn.Module) -> UnsteadyLayer | None:
     if isinstance(module, BATCH_NORMS):
         if module.training or module.running_mean is None:
             return UnsteadyLayer(name, "normalises")
-    elif getattr(module, "training", False):  # frozen scripted modules have no such flag
+    elif getattr(module, "training", False):  # some wrappers have no such flag
         rate = 0.0
         if isinstance(module, DROPOUTS):
             rate = module.p

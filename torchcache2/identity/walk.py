@@ -441,6 +441,8 @@ class Walk(CodeWalk):
 
     def _new_module(self, module: Any, label: str, path: str) -> None:
         kind, own = type(module), vars(module)
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(f"{path or 'it'} is a module of torch.jit, whose changes cannot be noticed")
         where = f"{path}." if path else ""
         head = self.klass(kind, path)
         if path:
@@ -454,9 +456,14 @@ class Walk(CodeWalk):
         for name, child in children.items():
             if child is not None:
                 self.parts[f"child {where}{name}"] = self.module(child, f"{where}{name}")
+        if isinstance(module, torch.fx.GraphModule):
+            self.uses.is_dynamic = True  # generated code may read any attribute
+            _ = module.code  # a lazy graph generates its class's code at the first read
+            # The class may have an earlier graph's code, while an interpreter runs the current graph.
+            self.parts[f"graph {path}".rstrip()] = self.encode(module.graph, path)
         fields = {
             name: value
-            for name, value in sorted(marks.without_ours(self._made_by_tools(module, path)).items())
+            for name, value in sorted(marks.without_ours(own).items())
             if name not in _INTERNAL and not name.startswith(_NOISE)
         }
         watched = self.without_ignored(fields, where)
@@ -488,31 +495,6 @@ class Walk(CodeWalk):
                 flags = [key in vars(module).get(f"{hooks}_{flag}", ()) for flag in _HOOK_FLAGS]
                 self.parts[f"hook {name}"] = self.encode([hook, *flags], name)
         self.in_hook = before
-
-    def _made_by_tools(self, module: nn.Module, path: str) -> dict[str, Any]:
-        """Write a module's generated code; returns its attributes except those that represent the code."""
-        fields = vars(module)
-        # Generated code may read any attribute.
-        self.uses.is_dynamic |= isinstance(module, (torch.fx.GraphModule, torch.jit.ScriptModule))
-        if isinstance(module, torch.fx.GraphModule):
-            _ = module.code  # a lazy graph generates its class's code at the first read
-            # The class may have an earlier graph's code, while an interpreter runs the current graph.
-            self.parts[f"graph {path}".rstrip()] = self.encode(module.graph, path)
-        if not isinstance(module, torch.jit.ScriptModule) or private.SCRIPT not in fields:
-            return fields
-        parts, own, code = private.script_parts(module), private.SCRIPT_FIELDS, None
-        if parts is not None:
-            state = libraries.ScriptState(parts)
-            code = libraries.script_code(parts.methods) if state.is_plain else None
-            own = own.union(method.name for method in parts.methods)
-        if parts is None or code is None:
-            self.parts[f"script {path}".rstrip()] = self.unreadable(module, path)
-        else:
-            tensors = {*private.parameters_of(module).keys(), *private.buffers_of(module).keys()}
-            plain = {name: value for name, value in state.values.items() if name not in tensors}
-            self.parts[f"script {path}".rstrip()] = self.encode([code, parts.constants, plain], path)
-            self.reads.append((state, module))
-        return {name: value for name, value in fields.items() if name not in own}
 
     def _read_fields(self) -> bool:
         """Write what code reads from modules' attributes; returns whether there was more than before."""
@@ -660,11 +642,6 @@ def _variable(walk: Walk, value: contextvars.ContextVar[Any], path: str) -> byte
     return b"v" + text_bytes(value.name) + walk.items([(one, path) for one in _of_this_context(value)])
 
 
-def _script_function(walk: Walk, value: Any, path: str) -> bytes:
-    code = libraries.script_code([value])
-    return walk.unreadable(value, path) if code is None else b"J" + walk.encode(code, path)
-
-
 def _storage(walk: Walk, value: torch.UntypedStorage | torch.TypedStorage, path: str) -> bytes:
     dtype = value.dtype if isinstance(value, torch.TypedStorage) else torch.uint8
     return b"B" + walk.encode(torch.empty(0, dtype=dtype, device=value.device).set_(value), path)
@@ -684,7 +661,7 @@ _TABLE: dict[type, Callable[[Walk, Any, str], bytes]] = {
     type(functools.lru_cache(print)): _fields_of(b"hl", "__wrapped__"),
     weakref.ReferenceType: lambda walk, value, path: b"w" + walk.encode(value(), path),
     logging.Logger: _logger,
-    torch.jit.ScriptFunction: _script_function,
+    torch.jit.ScriptFunction: Walk.unreadable,
     torch.UntypedStorage: _storage,
     torch.TypedStorage: _storage,
     torch.fx.Graph: lambda walk, value, path: b"G" + walk.encode(libraries.graph_code(value), path),
