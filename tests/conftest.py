@@ -30,13 +30,6 @@ def pytest_configure(config):
         _make_tensors_on(device)
     else:  # kernels run in Triton's interpreter, which has to be asked for before anything imports Triton
         os.environ["TRITON_INTERPRET"] = "1"
-    config.addinivalue_line(
-        "markers",
-        "one_in(n): run one in n combinations of the parameters of a test: those whose positions in their "
-        "lists add up to a multiple of n. `make soak` runs all.",
-    )
-    config.addinivalue_line("markers", "cpu_only: leave it out of a run with --device.")
-    config.addinivalue_line("markers", "cuda_only: leave it out of a run on another device than CUDA.")
 
 
 def _make_tensors_on(device):
@@ -62,18 +55,18 @@ def pytest_ignore_collect(collection_path, config):
     return True if is_gpu and not config.getoption("--device") else None
 
 
-def _those_of_every_day(items):
+def _rest_of_one_in(items):
     lists = collections.defaultdict(list)  # the values of each parameter, in the order in which they appear
     for item in items:
-        total = 0
         if mark := item.get_closest_marker("one_in"):
+            total = 0
             for name, value in item.callspec.params.items():
                 values = lists[item.nodeid.partition("[")[0], name]
                 if id(value) not in values:
                     values.append(id(value))
                 total += values.index(id(value))
-        if mark is None or total % mark.args[0] == 0:
-            yield item
+            if total % mark.args[0]:
+                yield item
 
 
 def _suits(item, kind):
@@ -82,11 +75,12 @@ def _suits(item, kind):
     return kind == "cpu" or not item.get_closest_marker("cpu_only")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest asks for the markers of `-m`
 def pytest_collection_modifyitems(config, items):
     kind = (config.getoption("--device") or "cpu").partition(":")[0]
     items[:] = [item for item in items if _suits(item, kind)]
-    if not os.environ.get("SOAK"):
-        items[:] = _those_of_every_day(items)
+    for item in _rest_of_one_in(items):
+        item.add_marker("slow")
     # A process that has run all of its tests takes some from the end of another's: there are the short ones.
     items.sort(key=lambda item: not item.nodeid.startswith(_FIRST))
 

@@ -95,6 +95,7 @@ def test_a_url_is_told_as_the_folder_is(url, folder):
     assert run("ls", url)[0].splitlines()[1].split("\t")[-1] == "?"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme != "memory"])
 def test_every_kind_of_bucket_is_read_and_cleared(tmp_path, monkeypatch, folder, scheme):
     with opened(bucket(scheme, tmp_path)) as objects:
@@ -199,6 +200,7 @@ def test_what_is_no_cache_is_told(tmp_path, monkeypatch, command):
     assert 'pip install "torchcache2[s3]"' in told("s3://bucket/folder")
 
 
+@pytest.mark.slow
 def test_what_a_server_refuses_is_told(tmp_path, monkeypatch):
     configure(of_s3(), monkeypatch)
     assert re.search("no such bucket|bucket does not exist", refused("ls", "s3://tc2-not-there/folder"))

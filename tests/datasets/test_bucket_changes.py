@@ -38,6 +38,7 @@ def check_served(url):
             same(sample, sample_of(index, "dict"))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("has_segments", [True, False])
 @pytest.mark.parametrize("change", ["another", "emptied", "one object is gone"])
 def test_heads_of_what_the_bucket_lacks_are_not_believed(tmp_path, capsys, has_segments, change):
@@ -56,6 +57,7 @@ def test_heads_of_what_the_bucket_lacks_are_not_believed(tmp_path, capsys, has_s
     check_served(url)
 
 
+@pytest.mark.slow
 def test_a_fingerprint_that_was_not_uploaded_before_the_process_died_comes_later(tmp_path, capsys):
     url = buckets.bucket("file", tmp_path).url
     fill(url, tmp_path / "local", capsys)
@@ -91,6 +93,7 @@ def test_the_local_folder_is_not_that_of_the_bucket(tmp_path):
     CachedDataset(Batched(COUNT), f"file://{folder}", local_dir=tmp_path / "another").close()
 
 
+@pytest.mark.slow
 def test_a_length_that_nobody_could_go_through_is_no_hang(tmp_path):
     with contextlib.closing(CachedDataset(Batched(20), tmp_path, memory_size=0)) as cached:
         cached.__getitems__(list(range(20)))

@@ -399,6 +399,7 @@ def epochs(dataset):
     return numbers
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("idle", [False, True], ids=["alone", "beside a thread"])
 @pytest.mark.parametrize("pool", [None, True], ids=["here", "in a thread"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -513,6 +514,7 @@ def test_samples_that_are_asked_for_one_by_one_are_those_of_a_batch_and_own_thei
     assert len(warnings_of(log)) == (not is_shared)
 
 
+@pytest.mark.slow
 def test_threads_read_one_dataset(tmp_path):
     cached = CachedDataset(Counted(60), memory_size="40kB", disk_size="1MB")
     expected = [Counted(60)[index] for index in range(60)]
@@ -581,6 +583,7 @@ def test_a_folder_that_is_deleted_or_cannot_be_written_loses_samples_only(tmp_pa
         cached.close()
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", ["dict", "coco", "tensor"])
 @pytest.mark.parametrize("how", ["flipped", "cut", "other bytes", "gone"])
 def test_damaged_segments_are_misses(tmp_path, log, kind, how):
@@ -618,6 +621,7 @@ def ids_of(batch):
     return [sample["image_id"] for sample in batch]
 
 
+@pytest.mark.slow
 def test_other_datasets_may_be_around_it_and_inside(path):
     plain = Batched(30, "coco")
     some = [3, -1, 7, 7, 0]
@@ -775,6 +779,7 @@ def test_ranks_share_the_work_of_a_warmup(path, monkeypatch):
 # Memory
 
 
+@pytest.mark.slow
 def test_memory_and_descriptors_go_with_the_dataset():
     CachedDataset([1], memory_size="1MB")[0]
     gc.collect()
@@ -805,6 +810,7 @@ def test_samples_take_nothing_of_dev_shm():
 # Many samples
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ragged", "coco"])
 def test_many_samples_are_few_files(path, kind):
     count = {"ragged": 100_000, "coco": 50_000}[kind] if SOAK else 1000

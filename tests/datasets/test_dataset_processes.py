@@ -115,6 +115,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("persistent", "shuffle"), [(0, 1), (1, 0)])
 def test_each_sample_is_loaded_once(tmp_path, persistent, shuffle):
     assert run(EPOCHS, tmp_path, tmp_path, "fork", persistent, shuffle).out == "[]\n"
@@ -165,6 +166,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_clear_reaches_what_waits_in_workers(tmp_path):
     run(CLEARED, tmp_path, tmp_path)
 
@@ -288,6 +290,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_breaks_nothing(tmp_path):
     assert run(KILLED_WORKER, tmp_path, tmp_path).out == "[]\n"
 
@@ -318,6 +321,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "levels",
     [
@@ -406,6 +410,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_what_samples_depend_on_decides_whether_they_are_found(tmp_path):
     module = tmp_path / "scaled.py"
     module.write_text(warm.dedented(MODULE))
@@ -469,6 +474,7 @@ def test_all_count_together_whatever_row_is_left(monkeypatch):
     assert not tally.is_random and tally.drops == 0 and tally.is_first("anything")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ends", ["leaves", "is killed", "stays"])
 def test_who_drops_waits_for_who_writes(monkeypatch, ends):
     monkeypatch.setattr("torchcache2.datasets.tally._PATIENCE", 3.0 if ends == "stays" else 60.0)
@@ -602,6 +608,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_processes_that_come_and_go_and_are_killed_read_right_samples(tmp_path):
     seconds = 300 if SOAK else 1
     seed = str(random.random()) if SOAK else "1"

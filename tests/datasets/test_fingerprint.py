@@ -303,6 +303,7 @@ def processes():
     return [json.loads(process.done(timeout=300).out) for process in running]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", sources.MAKERS)
 def test_another_process_finds_the_namespace(name, processes):
     first, spawned = (found[name] for found in processes)
@@ -355,6 +356,7 @@ def images(folder, number, old="", new=""):
         del sys.modules["own_images"]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("old", "new", "line"),
     [
@@ -528,6 +530,7 @@ def test_a_large_array_is_read_without_a_copy():
         tracemalloc.stop()
 
 
+@pytest.mark.slow
 def test_many_objects_do_not_make_many_parts():
     found = identify(Source([[Options(i) for i in range(60)] for _ in range(60)] * 2))
     assert len(found.fingerprint.parts) < 100

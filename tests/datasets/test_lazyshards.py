@@ -499,6 +499,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_two_ranks_train_and_each_sample_is_loaded_once(tmp_path):
     first, second = (json.loads(process.out) for process in run_ranks(RANKS, tmp_path))
     for mode in ("rank", "node"):

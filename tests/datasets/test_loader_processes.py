@@ -156,6 +156,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", ["redis", *["local"] * SOAK], indirect=True)
 def test_a_worker_that_is_killed_breaks_nothing(tmp_path, options):
     run(KILLED, tmp_path / "log", json.dumps(options))
@@ -184,6 +185,7 @@ cached.close()
 """
 
 
+@pytest.mark.slow
 def test_ranks_share_the_server_of_their_node(tmp_path):
     env = {"TORCHCACHE_JOB": str(tmp_path), "LOCAL_WORLD_SIZE": "2"}
     for rank in run_ranks(RANKS, tmp_path, tmp_path, env=env):

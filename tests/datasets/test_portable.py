@@ -335,6 +335,7 @@ def test_ranges():
         assert ranges_text(np.array(numbers)) == text
 
 
+@pytest.mark.slow
 def test_a_million_samples_are_checked_in_seconds(path):
     count = 1_000_000 if SOAK else 100_000
     keys, name = int_keys(bytes(16), np.arange(count)).data, {"name": "many", "compression": "none"}
@@ -518,6 +519,7 @@ def test_caching_may_be_turned_off_around_it(path, monkeypatch):
         pass
 
 
+@pytest.mark.slow
 def test_other_datasets_may_be_around_it(path, tmp_path):
     fill(path)
     with served(path) as cached:

@@ -142,6 +142,7 @@ def test_a_bucket_that_lacks_samples_says_which(tmp_path):
         CachedDataset(None, **options_of(buckets.bucket("file", tmp_path), tmp_path / "other"))
 
 
+@pytest.mark.slow
 def test_a_fault_is_waited_for_and_raised_with_its_cause_if_it_lasts(tmp_path, monkeypatch):
     with buckets.proxied("s3", tmp_path, session=buckets.session()) as (bucket, proxy):
         fill(bucket, tmp_path / "filled")
@@ -191,6 +192,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", [False, *[True] * SOAK], ids=lambda has: "local" if has else "temporary")
 def test_workers_serve_a_bucket(tmp_path, folder):
     bucket = buckets.bucket("s3", tmp_path)
@@ -201,6 +203,7 @@ def test_workers_serve_a_bucket(tmp_path, folder):
     assert warm.run(WORKERS, bucket.url, endpoint, local, COUNT, *methods).out == f"{len(methods)}\n"
 
 
+@pytest.mark.slow
 def test_one_session_opens_a_dataset_and_asks_for_each_thing_once(tmp_path, monkeypatch):
     made = []
     monkeypatch.setattr(module, "Connection", lambda *args: made.append(args) or Connection(*args))

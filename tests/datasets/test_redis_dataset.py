@@ -308,6 +308,7 @@ def test_what_waits_in_workers_is_forgotten_by_clear(server, tmp_path):
     dataset.close()
 
 
+@pytest.mark.slow
 def test_a_shard_may_be_on_a_server(server):
     options = {"num_replicas": 2, "backend": "redis", "hosts": server.url}
     for turn in range(3):  # there is no memory in front of it but by choice
@@ -417,6 +418,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "persistent"), [("fork", 1), *[("fork", 0), ("spawn", 1), ("forkserver", 1)] * SOAK]
 )

@@ -591,6 +591,7 @@ print(sum(states), len(states))
 """
 
 
+@pytest.mark.slow
 def test_writers_that_are_killed_at_any_time_leave_rows_that_are_whole():
     there, looked_at = map(int, warm.run(AT_RANDOM).words)
     assert 0 < there < looked_at

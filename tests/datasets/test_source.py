@@ -95,6 +95,7 @@ WRAPPERS = {
 }
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("batch", [1, 5])
 @pytest.mark.parametrize("kind", [*WRAPPERS, "plus"])
 def test_a_wrapper_counts_for_one_sample_and_for_several(kind, batch):
@@ -229,6 +230,7 @@ def expected_of(kind):
     return [plain_of(source[index]) for index in range(COUNT)]
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("buffers", [1, 3])
 @pytest.mark.parametrize("make", [Reused, ReusedBatched])
 @pytest.mark.parametrize("kind", KINDS)
@@ -349,6 +351,7 @@ MAKERS = st.sampled_from(
 ROUNDS = st.lists(st.lists(st.integers(0, COUNT - 1), min_size=1, max_size=6), min_size=1, max_size=8)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(make=MAKERS, wraps=st.lists(st.sampled_from(sorted(WRAPPERS)), max_size=3), rounds=ROUNDS)
 @example(make=lambda: Reused("array", 2), wraps=[], rounds=[[0, 0, 1]])  # the third overwrites the first

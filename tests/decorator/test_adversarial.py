@@ -526,6 +526,7 @@ def test_system_random_is_no_state():
     assert torch.equal(model(X), X * 2) and hits_and_bypasses(model) == (4, {})
 
 
+@pytest.mark.slow
 def test_a_large_vocabulary_is_read_whole(log):
     model, count = Scaled(), 200_000 if SOAK else 70_000
     model.vocabulary = {f"token {i}": i for i in range(count)}

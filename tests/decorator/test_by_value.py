@@ -8,6 +8,8 @@ import pytest
 
 from tests.helpers import warm
 
+pytestmark = pytest.mark.slow
+
 # What a user writes; NUMBER stands for what an edit changes.
 USED = """
 import torch

@@ -524,6 +524,7 @@ def test_functions_are_not_told_of_attributes_of_a_module(log):
     assert "keep other objects as attributes of the module" in of_module
 
 
+@pytest.mark.slow
 def test_a_message_never_prints_a_whole_module_or_tensor(log):
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(100)]).requires_grad_(False)
     table = torch.arange(1e6)

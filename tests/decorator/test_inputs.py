@@ -253,6 +253,7 @@ EDITS = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", EDITS)
 def test_modules_and_tokenizers_as_arguments_count_by_their_state(name):
     models, tokenizers = encoders(), [Tokenizer(), Tokenizer()]

@@ -143,6 +143,7 @@ def test_any_output_is_that_of_the_plain_function(spec, batches, probe):
     assert hits(function) >= sum(map(len, batches))
 
 
+@pytest.mark.slow
 @hypothesis.settings(**SHORT)
 @hypothesis.given(spec=ENTRY_SPECS, indices=st.lists(st.integers(0, 11), min_size=1, max_size=8))
 def test_any_sample_is_that_of_the_plain_dataset(spec, indices):
@@ -175,6 +176,7 @@ def alike(x):
     }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("probe", [True, False])
 @pytest.mark.parametrize("sizes", list(itertools.permutations([1, 2, 3])), ids=str)
 def test_the_size_of_a_batch_is_no_structure(sizes, probe):
@@ -311,6 +313,7 @@ def check_found(folder):
         assert (stats.misses, stats.bypasses, stats.corrupt) == (0, {}, 0), name
 
 
+@pytest.mark.slow
 def test_another_process_finds_them(tmp_path):
     for name in FORWARDS:
         function = kept(name, f"{tmp_path}/{name}")

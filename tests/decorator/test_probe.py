@@ -468,7 +468,7 @@ def epochs(size, orders):
         yield from positions.split(size)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("size", [3, 4, 8, 12, 16, 64])
 @pytest.mark.parametrize(
     "orders",
@@ -699,6 +699,7 @@ CONTENT = {
 }
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("name", CONTENT)
 @given(data=st.data())
 @settings(max_examples=12, deadline=None)

@@ -79,6 +79,7 @@ def test_encode_computes_each_text_once(plain, model):
     assert np.abs(encode(TEXTS) - plain.encode(TEXTS)).max() > 1e-3 and counts(encode)[0] == 20
 
 
+@pytest.mark.slow
 def test_modules_that_fill_their_features(plain, model):
     cached = [torchcache(module) for module in (model, model[0], model[1])]
     with torch.no_grad():

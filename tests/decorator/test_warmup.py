@@ -116,6 +116,7 @@ SOURCES = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_kind_of_data_is_read_once(source, monkeypatch):
     cached = instance()

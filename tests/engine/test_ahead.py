@@ -433,6 +433,7 @@ print("done", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_a_process_ends_although_a_loop_was_not_left(path):
     start = time.monotonic()
     run = subprocess.run([sys.executable, "-c", SCRIPT, str(path)], capture_output=True, timeout=120)

@@ -35,6 +35,7 @@ def cached():
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compression", ["brotli", "none"])
 def test_it_is_what_a_warmup_takes(cached, path, compression, capfd):
     cache = cached(persistent_cache_dir=path, compression=compression)
@@ -82,6 +83,7 @@ def test_what_does_not_fit_says_which_budget_would(cached, path):
     assert found.fits and str(found).endswith("What does not fit in memory is read from the disk")
 
 
+@pytest.mark.slow
 def test_a_disk_without_room_is_one_warning_at_the_start_of_a_warmup(cached, path, monkeypatch, log):
     monkeypatch.setattr(estimates, "free_disk", lambda folder: 100_000)
     cache = cached(persistent_cache_dir=path)

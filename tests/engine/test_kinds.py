@@ -83,12 +83,14 @@ def fill(path):
                 assert_same(dataset[index], cached[index], spec)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_every_kind_is_found_as_it_was_in_another_process(tmp_path):
     fill(tmp_path)
     warm.run(CHILD, str(tmp_path), imports=("transformers.utils",))
 
 
+@pytest.mark.slow
 @hypothesis.settings(
     max_examples=150 if SOAK else 15, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
 )

@@ -140,6 +140,7 @@ OWN = {
 ON_THE_HOST = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")  # as torch says it
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "error", [OutOfMemory(TEXT), MemoryError(), ON_THE_HOST], ids=["gpu", "numpy", "torch"]
 )
@@ -293,6 +294,7 @@ def test_rows_of_a_device_make_room_and_rows_of_the_host_stay():
     assert tier.stats().evictions == 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["keep", "lru"])
 def test_copies_and_growth_that_find_no_memory_cost_rows_but_never_lie(monkeypatch, policy):
     chance, budget = np.random.default_rng(0), 300_000

@@ -163,6 +163,7 @@ def test_a_cache_reports_what_it_did():
     assert stats.seconds_computed > 0
 
 
+@pytest.mark.slow
 def test_making_keys_counts_as_a_cost():
     first = torchcache(lambda x: x[:, :1] * 2)
     x = torch.randn(64, 200_000)

@@ -142,6 +142,7 @@ def test_hits_misses_and_duplicates_of_a_batch_are_computed_together(miss_batch)
     assert function.cache_instance.stats().memory_rows == 7
 
 
+@pytest.mark.slow
 def test_padded_batches_have_sizes_that_are_powers_of_two():
     function = cached(lambda x: x * 2, miss_batch="pad", verify=0.5)
     x = torch.randn(37, 4)
@@ -546,7 +547,7 @@ def test_an_error_while_hits_are_computed_again():
 
 @pytest.mark.parametrize("batch", [1, 6])
 @MAKERS
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_compiled(make, batch, log):
     torch.compiler.reset()
     module = make(**FULL)
@@ -712,6 +713,7 @@ def interrupted(call, number):
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, FULL, {"miss_batch": "pad", "policy": "lru"}])
 def test_an_interrupt_anywhere_leaves_the_cache_working(options, collector_off):
     module = as_class(**options)  # without the collector, whose callbacks would swallow an interrupt
@@ -736,6 +738,7 @@ def test_an_interrupt_anywhere_leaves_the_cache_working(options, collector_off):
     assert 100 < number < 1999
 
 
+@pytest.mark.slow
 def test_modules_inside_of_each_other():
     inner = as_instance(**FULL)
 
@@ -856,6 +859,7 @@ def test_outputs_are_those_of_the_plain_forward(argument, output, batches, optio
         assert stats.verified == 0
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=30 if SOAK else 15)
 @hypothesis.given(
     calls=st.lists(

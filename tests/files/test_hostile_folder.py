@@ -130,6 +130,7 @@ def test_a_link_to_a_regular_file_is_opened_and_nothing_is_inherited(tmp_path):
         FileSystem().open(str(tmp_path / "nothing"))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fingerprint_that_is_no_file(path, tmp_path, log, capfd, kind):
     fill(path, (A, B))
@@ -250,6 +251,7 @@ def test_a_damaged_segment_whose_new_name_is_taken_stays(path, tmp_path, log, ki
     assert is_there() and file.exists() and sealed_names(path, ROWS) == ROWS
 
 
+@pytest.mark.slow
 def test_a_run_and_its_end_do_not_wait_for_a_pipe(path):
     """With its threads, and the writer at exit."""
     script = """if True:

@@ -111,6 +111,7 @@ def test_runs_and_runs_of_runs_agree_with_a_dict(
         assert some or one not in expected or groups < 10
 
 
+@pytest.mark.slow
 def test_a_search_for_all_keys_of_a_dataset_takes_little_memory(tmp_path):
     keys = [key(one, one) for one in range(20_000)]
     run = written(tmp_path, [part_of({0: keys})], {name_of(0)})
@@ -123,6 +124,7 @@ def test_a_search_for_all_keys_of_a_dataset_takes_little_memory(tmp_path):
     assert all(len(here[one]) == 1 for one in keys)
 
 
+@pytest.mark.slow
 def test_damage_is_found_wherever_it_is(tmp_path):
     """A flipped bit, a cut, and what is not written at all: no entry is wrong."""
     keys = [key(number, number) for number in range(400)]

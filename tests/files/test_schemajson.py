@@ -369,6 +369,7 @@ def test_what_has_no_json_form_is_refused_by_type_and_place(make, message):
         schema_to_json(schema_of(make()))
 
 
+@pytest.mark.slow
 def test_the_largest_structures_come_back(monkeypatch):
     monkeypatch.setattr(schemajson, "MAX_LEAVES", 1000)
     for output in (nested(100), [1] * 1000, {(i, str(i)): None for i in range(1000)}):
@@ -442,6 +443,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_a_class_is_unknown_to_another_process_until_it_is_imported_and_registered(tmp_path):
     (tmp_path / "elsewhere.py").write_text(WRITTEN_ELSEWHERE)
 

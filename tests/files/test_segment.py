@@ -430,6 +430,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("segments")
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=100 if SOAK else 25)
 @hypothesis.given(
     data=st.data(),
@@ -599,6 +600,7 @@ def test_load_file_and_safe_open_have_everything(tmp_path):
     assert sorted(loaded) == ["checksums", "keys", "offsets", "payload", "shapes"]
 
 
+@pytest.mark.slow
 def test_scikit_learn_trains_on_a_segment_that_a_cache_has_written(tmp_path):
     from sklearn.datasets import load_digits  # takes seconds, and only this test needs it
     from sklearn.linear_model import LogisticRegression
@@ -795,6 +797,7 @@ def tiny(name):
 TINY = ["none", "no bytes", "ragged none", "ragged brotli", "brotli", "blosc2"]
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", TINY)
 def test_a_flipped_bit_is_found_and_costs_one_block(tmp_path, name):
     batches, codec = tiny(name)
@@ -845,6 +848,7 @@ def test_bytes_behind_the_end_are_damage(tmp_path, name):
             opened(tmp_path / "a", more + data)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", TINY)
 def test_a_file_that_shrinks_after_it_was_opened_loses_rows_and_no_more(tmp_path, name):
     batches, codec = tiny(name)
@@ -1108,6 +1112,7 @@ def test_files_that_lie_throughout_do_no_harm(folder, data, layout, lies):
     harmless(folder / "lies", head + body)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["brotli", "blosc2", "ragged brotli", "none", "ragged none"])
 def test_blocks_that_lie_are_no_rows(tmp_path, name):
     batches, codec = tiny(name)
@@ -1236,6 +1241,7 @@ def test_a_row_that_was_made_to_explode_takes_memory_for_itself_alone(tmp_path):
     assert harmless(tmp_path / "b", file) is TooLargeError
 
 
+@pytest.mark.slow
 def test_a_large_row_is_written_without_a_second_copy_of_it(tmp_path):
     row = torch.randn(1, 10_000_000, generator=torch.Generator().manual_seed(0))
     batches = batches_of((row, 1))
@@ -1252,6 +1258,7 @@ def test_a_large_row_is_written_without_a_second_copy_of_it(tmp_path):
     assert columns[0].tobytes() == raw(row)
 
 
+@pytest.mark.slow
 def test_a_check_of_everything_holds_a_few_rows_at_a_time(tmp_path):
     data = file_of(batches_of((torch.zeros(1, 1 << 18), 1)), "brotli")
     _, start = index_of(data)
@@ -1365,6 +1372,7 @@ def test_a_codec_that_is_not_installed_is_known_as_such(tmp_path, monkeypatch):
     assert harmless(tmp_path / "a", data) is OptionError
 
 
+@pytest.mark.slow
 def test_schemas_too_large_to_be_read_again_are_not_written(tmp_path):
     long = {"\u1234" * 2_000_000: torch.zeros(2)}
     with pytest.raises(UnserialisableError):

@@ -81,6 +81,7 @@ def test_values_of_other_types_or_bits_differ_alone_and_beside_each_other():
     assert len(found) == len(set.union(*found.values()))
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_lists_give_the_same_bytes_exactly_if_their_types_and_values_are_the_same(data):
     plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
@@ -166,6 +167,7 @@ def walk(value):
 MANY = [(f"path {i}", i) for i in range(100_001)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [MANY, tuple(MANY), dict.fromkeys(MANY, 0), set(MANY)], ids=type)
 def test_a_module_with_more_tuples_than_could_be_read_has_a_namespace_for_every_process(value):
     found = walk(value)
@@ -177,6 +179,7 @@ def test_a_module_with_more_tuples_than_could_be_read_has_a_namespace_for_every_
     assert [found.parts["attribute held"][:1]] == [Encoder().encode(type(value)(), "")[:1]]
 
 
+@pytest.mark.slow
 def test_lists_of_tuples_in_bulk_leave_room_for_other_objects():
     found = walk([MANY, MANY, [[i] for i in range(20_000)]])
     assert found.unread == []

@@ -266,12 +266,14 @@ def files_of(model, helper=HELPER, deeper=DEEPER):
     return {"model.py": model, "helper.py": helper, "deeper.py": deeper}
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_code_counts_however_it_is_reached(name, project, log):
     assert_counts(project, files_of(*FOLLOWED[name]))
     assert not [text for text in warnings_in(log) if "has not been imported yet" not in text]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", PACKAGES)
 def test_code_of_a_package_that_is_imported_within_counts(name, project):
     text, files = PACKAGES[name]
@@ -329,6 +331,7 @@ layer.scale = torch.nn.Parameter(torch.ones(()))
 """
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", ["number", "dict", "function"])
 @pytest.mark.parametrize("name", PUT)
 def test_what_the_user_puts_into_modules_and_classes_of_others_counts(
@@ -364,6 +367,7 @@ KERNEL = "@scaled.register_kernel('cpu')\ndef _(x):\n    return x * (5 + {scale}
 CALLS = ["scaled(x)", "torch.ops.{space}.scaled(x)", "torch.ops.{space}.scaled.default(x)"]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("more", ["", KERNEL], ids=["function", "kernel"])
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.cpu_only
@@ -802,6 +806,7 @@ print(torchcache(model).cache_instance.module_hash)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("zoo")
 def test_another_process_and_folder_agree(tmp_path):
     found = []
@@ -868,6 +873,7 @@ LATE = {  # file of the helper, and the edit
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", LATE)
 def test_an_edit_of_a_module_that_was_imported_by_the_forward_is_noticed(project, name):
     text, edit = LATE[name]
@@ -1003,6 +1009,7 @@ USING_C = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", USING_C)
 def test_an_extension_module_of_the_project_counts_by_its_file(name, project, monkeypatch):
     source = Path(importlib.import_module("xxhash._xxhash").__file__)
@@ -1084,6 +1091,7 @@ READING = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", READING)
 def test_environment_variables_that_code_reads_count_and_are_noticed(name, project, monkeypatch):
     for number in range(300):  # of many, each call compares those alone

@@ -65,6 +65,7 @@ def assert_apart(build_first, build_second, x):
     assert hash_of(seeded(build_first)) != hash_of(seeded(build_second))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("first", "second"), VALUES.values(), ids=VALUES)
 def test_modules_with_different_attributes_are_apart(first, second, log):
     assert_apart(lambda: holder(first), lambda: holder(second), torch.rand(3, 2))
@@ -76,12 +77,14 @@ def test_ints_of_any_size_can_be_read():
     assert hashes[0] == hashes[1] != hashes[2]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("first", "second", "shape"), MODULES.values(), ids=MODULES)
 def test_modules_that_differ_a_little_are_apart(first, second, shape, log):
     assert_apart(first, second, torch.rand(shape))
     assert warnings_in(log) == []
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("source", CODE.values(), ids=CODE)
 def test_code_that_differs_a_little_is_apart(source, load, log):
     texts = [re.sub(r"«(.*?)\|(.*?)»", rf"\{side}", source) for side in (1, 2)]
@@ -156,6 +159,7 @@ def function(x, *, power=2):
 HEADER = PRELUDE + "from torchcache2 import torchcache\n"
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "decorator",
     [
@@ -263,6 +267,7 @@ HARMLESS = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("make", [make_project, make_instance])
 @pytest.mark.parametrize("change", HARMLESS)
 def test_what_does_not_change_the_outputs_does_not_count(change, make):
@@ -282,6 +287,7 @@ def torch_saved(module):
     return torch.load(file, weights_only=False)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("make", [make_project, make_instance])
 @pytest.mark.parametrize("twin", [copy.deepcopy, copy.copy, pickled, torch_saved])
 @pytest.mark.parametrize("warm", [False, True])
@@ -330,6 +336,7 @@ def elsewhere():
     return json.loads(warm.run(pathlib.Path(zoo.__file__), cwd=warm.ROOT, seed="1").out)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", zoo.READABLE)
 def test_another_process_agrees(name, elsewhere):
     torch.default_generator.manual_seed(0)
@@ -337,6 +344,7 @@ def test_another_process_agrees(name, elsewhere):
     assert elsewhere[name] == [module.cache_instance.module_hash, 0]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", zoo.READABLE)
 def test_a_fingerprint_is_stable_and_silent(name, log):
     x = torch.rand(zoo.READABLE[name][1])
@@ -406,6 +414,7 @@ def test_what_a_subclass_of_our_cache_computes_counts(log):
     assert equal(Scaling(kept(3))(x), 3 * x)
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers_is_read_and_cached(log):
     torch.default_generator.manual_seed(0)
     plain = zoo.bert()

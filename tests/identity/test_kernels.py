@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 
+import pytest
 import torch
 import xxhash
 from hypothesis import given, settings
@@ -41,6 +42,7 @@ def contents(size):
     return torch.cat([random_bytes(2 * size, size).view(2, size), same, others])
 
 
+@pytest.mark.slow
 def test_sizes():
     """Around multiples of a stripe in two blocks, and of some numbers of blocks; of words of each width."""
     sizes = {241, *(n + d for n in (256, 960, 1024, 1280) for d in (-1, 0, 1))}
@@ -57,6 +59,7 @@ def test_short_rows_are_hashed_on_the_host():
     assert DIGESTS.of_items(random_bytes(480).view(2, 240)) is None
 
 
+@pytest.mark.slow
 @settings(max_examples=100 if SOAK else 15)
 @given(st.data())
 def test_a_batch_of_any_size_and_any_place_in_memory(data):
@@ -67,6 +70,7 @@ def test_a_batch_of_any_size_and_any_place_in_memory(data):
     check(memory[offset:].view(count, size))
 
 
+@pytest.mark.slow
 def test_the_kernels_are_compiled_for_gpus(tmp_path):
     environ = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
     del environ["TRITON_INTERPRET"]

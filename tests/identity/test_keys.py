@@ -247,6 +247,7 @@ def near_duplicates(size, generator):
     return torch.stack(items)
 
 
+@pytest.mark.slow
 @pytest.mark.cpu_only
 def test_near_duplicates_never_share_a_key():
     wanted = 10_000_000 if SOAK else 100_000
@@ -271,6 +272,7 @@ def test_near_duplicates_never_share_a_key():
     assert len(low) == len(bits)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("size, count", [(1000, 300), (5000, 1000), (150_528, 10_000), (3, 2), (1001, 999)])
 def test_subsample_reads_so_many_elements_and_the_ends(size, count):
     (before,) = hexes(keys_of(one, torch.zeros(1, size), subsample_count=count))
@@ -316,6 +318,7 @@ VIEWS = {  # of a tensor of shape (4, 3, 20, 40): steps, orders and overlaps of 
 }
 
 
+@pytest.mark.slow
 @given(names=st.lists(st.sampled_from(sorted(VIEWS)), min_size=1, max_size=2), place=st.integers(0, 10**6))
 @settings(max_examples=60, deadline=None)
 def test_views_are_subsampled_as_their_copies_are(names, place):

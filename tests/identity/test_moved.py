@@ -73,6 +73,7 @@ def said(tmp_path_factory):
     return json.loads(here.out), there, json.loads(again.out)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", [*moved.MAKERS, *(f"argument {name}" for name in moved.ARGUMENTS)])
 def test_a_moved_file_changes_no_key(name, said):
     here, there, _ = (one["namespaces"][name] for one in said)

@@ -36,6 +36,7 @@ def processes(tmp_path_factory):
     return [json.loads(process.done(timeout=300).out) for process in running]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", stable.MAKERS)
 def test_another_process_finds_the_namespace(name, processes):
     left, right = (found[name] for found in processes)
@@ -305,6 +306,7 @@ def test_notes_about_a_graph_count_where_they_are_named():
     assert named(make(Noted, 2)) != named(make(Noted, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(  # of torch 2.4, as it exports
     "ignore:Attempted to insert a get_attr Node", "ignore:Node .* does not reference an nn.Module"
 )
@@ -318,6 +320,7 @@ def test_an_exported_program_is_cached_and_its_weights_are_watched(log):
     assert warnings_in(log) == []
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore:torch.ao.quantization is deprecated",
     "ignore:Please use quant_min",
@@ -367,6 +370,7 @@ def test_scripted_functions_count_in_this_process_only(monkeypatch, log):
     assert all("cannot read SCRIPTED" in text for text in warnings_in(log)) and warnings_in(log)
 
 
+@pytest.mark.slow
 def test_a_compiled_child_is_the_module_that_it_compiles():
     net = Net().eval().requires_grad_(False)
     compiled = torch.compile(net, backend="eager")

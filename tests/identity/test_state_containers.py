@@ -129,6 +129,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_forward_that_changes_what_it_holds_is_passed_through(name):
     make, change = CHANGES[name]
@@ -265,6 +266,7 @@ def test_features_that_a_forward_collects_and_returns_are_no_state(name, hook, l
     assert bypasses(module) == {} and hits(module) == 6
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("name", READ)
 def test_features_that_others_may_read_are_state(name, hook, load):
@@ -493,6 +495,7 @@ EDITS = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.filterwarnings("ignore:Setting the shape")
 @pytest.mark.parametrize("name", EDITS)
 def test_an_edit_of_a_small_container_is_noticed_at_the_next_call(name):
@@ -561,6 +564,7 @@ LARGER = {
 }
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", LARGER)
 def test_the_size_of_a_larger_container_and_the_ends_of_an_array_are_compared_at_every_call(name):
     make, edit = LARGER[name]

@@ -120,6 +120,7 @@ for size, edit in (2, edit_column), (2, edit_element), (5000, edit_element):
     )
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(("make", "edit", "read"), KINDS.values(), ids=KINDS)
 def test_state_that_only_c_code_can_read_counts(make, edit, read):
     def cached(value):

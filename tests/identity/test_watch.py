@@ -339,7 +339,7 @@ def assert_noticed_and_no_rows_lost(make, change):
 
 @pytest.mark.parametrize("make", [cached_class, cached_instance])
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.cpu_only
 def test_a_change_is_noticed_at_the_next_call_and_rows_are_not_lost(change, make):
     assert_noticed_and_no_rows_lost(make, CHANGES[change])
@@ -547,6 +547,7 @@ USES = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("make", [cached_class, cached_instance])
 @pytest.mark.parametrize("use", USES)
 def test_a_module_is_freed_as_soon_as_it_is_dropped(use, make):

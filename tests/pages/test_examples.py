@@ -2,7 +2,11 @@ import re
 import signal
 import time
 
+import pytest
+
 from tests.helpers.examples import TEST_ITEMS, TRAIN_ITEMS, number, run, size_of_plot, start
+
+pytestmark = pytest.mark.slow
 
 SIZE = 16  # pixels
 

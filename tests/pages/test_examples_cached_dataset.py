@@ -1,5 +1,7 @@
 import re
 
+import pytest
+
 from tests.helpers.examples import run, size_of_plot, start
 
 
@@ -21,6 +23,7 @@ def test_cached_dataset_decodes_each_image_once_and_not_again_in_a_second_run(tm
     assert epochs_of(again.out) == [(1, 0)]
 
 
+@pytest.mark.slow
 def test_cached_dataset_decodes_again_what_has_no_room(tmp_path):
     arguments = ["--items", 24, "--epochs", 2, "--memory", 60_000, "--workers", 0]
     done = start("cached_dataset.py", *arguments, "--plot", tmp_path / "epochs.png").done(timeout=600)

@@ -1,6 +1,10 @@
 import re
 
+import pytest
+
 from tests.helpers.examples import run
+
+pytestmark = pytest.mark.slow
 
 
 def test_features_of_images_and_texts_are_computed_once_and_found_in_the_second_run():

@@ -2,7 +2,11 @@
 
 import re
 
+import pytest
+
 from tests.helpers.examples import number, torchrun
+
+pytestmark = pytest.mark.slow
 
 SCRIPT = "ddp_linear_probe.py"
 EPOCH = re.compile(r"^ +(\d+) +(\d+\.\d+) +\d+\.\d+ s   (\d+) \+ (\d+)$", re.MULTILINE)

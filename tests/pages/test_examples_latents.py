@@ -1,7 +1,11 @@
 import os
 import re
 
+import pytest
+
 from tests.helpers.examples import run
+
+pytestmark = pytest.mark.slow
 
 SMALL = "--epochs", 2, "--images", 12, "--size", 32, "--width", 16, "--batch-size", 4
 READ = ["reading the autoencoder", "reading CLIP", "reading T5"]

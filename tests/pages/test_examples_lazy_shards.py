@@ -7,7 +7,10 @@ import pytest
 
 from tests.helpers.examples import torchrun
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("zarr") is None, reason="it comes with the examples")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("zarr") is None, reason="it comes with the examples"),
+]
 EPOCH = re.compile(r"^epoch (\d): loss [\d.]+, images read: (\d+) \+ (\d+), [\d.]+ s$", re.MULTILINE)
 SMALL = ("--items", 81, "--epochs", 2)
 

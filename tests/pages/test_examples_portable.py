@@ -8,6 +8,8 @@ import pytest
 from tests.helpers import warm
 from tests.helpers.examples import EXAMPLES, LIBRARIES
 
+pytestmark = pytest.mark.slow
+
 SOAK = bool(os.environ.get("SOAK"))
 
 # The processes that serve are forked, which saves each of them its imports.

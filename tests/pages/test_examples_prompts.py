@@ -1,7 +1,11 @@
 import importlib.util
 import re
 
+import pytest
+
 from tests.helpers.examples import number, run
+
+pytestmark = pytest.mark.slow
 
 IMAGES, EPOCHS = 60, 2
 REAL = "tokenizer: the one of all-MiniLM-L6-v2"

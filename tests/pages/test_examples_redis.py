@@ -2,8 +2,12 @@
 
 import re
 
+import pytest
+
 from tests.helpers.examples import run
 from tests.helpers.redis import PASSWORD, RedisServer
+
+pytestmark = pytest.mark.slow
 
 _EPOCH = re.compile(r"^ +(\d+) +[\d.]+ s +[\d.]+ s +(\d+)$", re.MULTILINE)
 

@@ -5,6 +5,8 @@ import pytest
 from tests.helpers import warm
 from tests.helpers.examples import EXAMPLES, LIBRARIES
 
+pytestmark = pytest.mark.slow
+
 REFUSED = [
     ("clip.py", ["--width", 6], "a multiple of 4 for --width"),
     ("latents.py", ["--size", 40], "a multiple of 16 for --size"),

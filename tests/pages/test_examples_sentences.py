@@ -7,6 +7,8 @@ import pytest
 
 from tests.helpers.examples import run
 
+pytestmark = pytest.mark.slow
+
 LIBRARY = Path(asyncio.__file__).parent
 COUNT = re.compile(r"^  day \d: +[\d.]+ s, (\d+) computed, (\d+) found$", re.MULTILINE)
 

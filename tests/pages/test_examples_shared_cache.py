@@ -1,5 +1,7 @@
 import re
 
+import pytest
+
 from tests.helpers.examples import run
 
 
@@ -10,6 +12,7 @@ def test_shared_cache_decodes_each_image_once():
     assert epochs == [("1", "0", "40"), ("2", "40", "0")]
 
 
+@pytest.mark.slow
 def test_shared_cache_decodes_again_what_has_no_slot():
     done = run("shared_cache.py", "--items", 12, "--epochs", 2, "--gib", 4e-5, "--workers", 0)
     slots = int(4e-5 * 2**30 - 12) // 64**2

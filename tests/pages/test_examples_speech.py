@@ -1,6 +1,10 @@
 import re
 
+import pytest
+
 from tests.helpers.examples import run
+
+pytestmark = pytest.mark.slow
 
 
 def test_recordings_of_all_lengths_are_computed_once_and_found_in_the_second_run():

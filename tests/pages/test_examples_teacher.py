@@ -1,6 +1,10 @@
 import re
 
+import pytest
+
 from tests.helpers.examples import TRAIN_ITEMS, number, run
+
+pytestmark = pytest.mark.slow
 
 BATCH = 64
 

@@ -8,6 +8,8 @@ import pytest
 
 from tests.helpers.examples import number, run
 
+pytestmark = pytest.mark.slow
+
 SOAK = bool(os.environ.get("SOAK"))
 LIBRARY = Path(asyncio.__file__).parent
 SENTENCES, DISTINCT, QUERIES = 100, 67, 5

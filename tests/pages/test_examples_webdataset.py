@@ -4,6 +4,8 @@ import pytest
 
 from tests.helpers.examples import run
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("webdataset")
 
 

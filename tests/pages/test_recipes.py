@@ -15,6 +15,7 @@ from tests.helpers import warm
 from tests.helpers.examples import LIBRARIES, RECIPES, code_and_output
 from torchcache2 import torchcache
 
+pytestmark = pytest.mark.slow
 MARK = "--- the end of the page\n"
 
 # torch 2.4 and 2.5 warn of how the libraries call it.

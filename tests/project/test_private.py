@@ -184,6 +184,7 @@ NAMES = names_of(PRIVATE.read_text(encoding="utf-8"))
 GROUPS = 6  # one process after another, each without some names; those of one chain are in different ones
 
 
+@pytest.mark.slow
 def test_the_package_works_without_the_private_names():
     assert len(NAMES) > 30
     failed, why = without([[], *[NAMES[start::GROUPS] for start in range(GROUPS)]])

@@ -87,11 +87,13 @@ def contents(folder):
     return sorted({"index", *links})
 
 
+@pytest.mark.slow
 def test_every_page_is_built_and_in_the_table_of_contents(built):
     assert {"quickstart", "keys", "bypasses", "pytorch", "verify", "performance", "api"} <= set(PAGES)
     assert contents(built) == PAGES
 
 
+@pytest.mark.slow
 def test_every_link_leads_somewhere_and_nothing_is_loaded_from_elsewhere(built):
     assert list(broken(built)) == []
 
@@ -110,6 +112,7 @@ def test_the_check_finds_planted_links(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_the_code_on_the_pages_and_in_the_docstrings_prints_what_they_say(folder, built):
     run = sphinx("doctest", folder / "doctest", folder / "doctrees")
     report = (folder / "doctest" / "output.txt").read_text(encoding="utf-8")

@@ -52,6 +52,7 @@ def test_accelerate_knows_which_batch_is_the_last(backbone, leaves_early):
         assert len(ahead) == 8
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_lightning_trains_on_what_is_read_ahead(backbone):
     lightning = pytest.importorskip("lightning")

@@ -6,6 +6,8 @@ import pytest
 
 from tests.helpers import warm
 
+pytestmark = pytest.mark.slow
+
 SOAK = bool(os.environ.get("SOAK"))
 CYCLES = {"tier": 1000, "module": 1000} if SOAK else {"tier": 10, "module": 5}
 SCRIPT = "import runpy; runpy.run_module('tests.helpers.killer', run_name='__main__')"

@@ -34,6 +34,7 @@ net = torchcache(**options)(LazyModule(load, files=WEIGHTS))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_persistent", [False, True])
 def test_one_rank_loads_it_if_one_computes(tmp_path, is_persistent):
     script = LAZY + "assert torch.equal(net(ITEMS), expected(ITEMS)); report(net, loaded=net.is_loaded)"

@@ -193,6 +193,7 @@ WHOLE = {
 }
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_what_waits_is_on_disk_when_a_process_ends(path, ending):
     code, last = ENDINGS[ending]
@@ -203,6 +204,7 @@ def test_what_waits_is_on_disk_when_a_process_ends(path, ending):
     assert sealed(path) == {1.0: list(range(10 if "[8, 9]" in last else 8))}
 
 
+@pytest.mark.slow
 def test_every_codec_works_at_exit(path):
     script = """
     codecs = {1.0: "none", 2.0: "brotli", 4.0: "blosc2"}
@@ -246,6 +248,7 @@ atexit.register(late, range(4, 12))  # called before
 """
 
 
+@pytest.mark.slow
 def test_handlers_that_run_at_exit_may_still_call_the_module(path):
     process = warm.start(NET + AT_EXIT, path, whole=True).done()
     assert process.words == ["late", "4", "late", "12"]
@@ -269,6 +272,7 @@ atexit.register(late)
 """
 
 
+@pytest.mark.slow
 def test_a_module_that_is_first_called_at_exit_works(path):
     process = warm.start(NET + FIRST_AT_EXIT, path, whole=True).done()
     assert process.words == ["8", "8"] and process.err == ""
@@ -322,6 +326,7 @@ for i in itertools.count(1):
 """
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("what", ["forward", "flush"])
 @pytest.mark.parametrize("times", [1, 1000])
 def test_ctrl_c_ends_a_run_and_the_next_one_goes_on(path, what, times):
@@ -367,6 +372,7 @@ print(interrupts)
 """
 
 
+@pytest.mark.slow
 def test_a_session_goes_on_after_any_number_of_interrupts(path):
     warm.start(NET + INTERRUPTED, path, 20_000 if SOAK else 150).done(timeout=LONG)
     assert found_by_another(path, 600) == list(range(600))
@@ -463,6 +469,7 @@ print(points)
 ACTS = ["put", "get", "get what another one has sealed", "flush", "drop", "stats", "close"]
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("act", ACTS)
 def test_an_interrupt_at_any_point_leaves_neither_a_lock_nor_a_wrong_row(act, tmp_path):
     step = 1 if SOAK else 13
@@ -489,6 +496,7 @@ print(*codes)
 """
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("end", "code"), [("sys.exit(0)", 0), ("1 / 0", 1), ("os._exit(4)", 4), ("os.kill(os.getpid(), 9)", -9)]
 )
@@ -588,6 +596,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("method", "workers"), [("fork", 2), ("spawn", 1)])
 def test_rows_of_dataloader_workers_reach_the_disk(path, method, workers):
     process = warm.start(NET + SPAWNED, path, method, workers, False).done()
@@ -751,6 +760,7 @@ def share(path, jobs, rounds):
     return touched
 
 
+@pytest.mark.slow
 def test_eight_processes_share_a_directory_and_no_sealed_row_is_lost(path):
     jobs = [(1.0, {}), (1.0, SMALL), (1.0, SMALL), (1.0, SMALL | {"policy": "lru"})]
     jobs += [(2.0, SMALL), (4.0, {}), (8.0, SMALL), (8.0, {"policy": "lru"})]
@@ -761,6 +771,7 @@ def test_eight_processes_share_a_directory_and_no_sealed_row_is_lost(path):
         assert found_by_another(path, 400, scale) == sorted(numbers)
 
 
+@pytest.mark.slow
 def test_eight_processes_share_a_directory_of_which_one_deletes_all_the_time(path):
     evicting = SMALL | {"policy": "lru", "max_persistent_cache_size": "30kB"}
     jobs = [(1.0, evicting), (1.0, SMALL), (2.0, {}), (2.0, SMALL), (4.0, SMALL), (8.0, SMALL)]

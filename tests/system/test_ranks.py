@@ -176,6 +176,7 @@ def test_a_rank_that_is_killed_in_its_forward_is_not_waited_for(job, tmp_path):
     assert json.loads(second.done().out)["misses"] == 1 + 8
 
 
+@pytest.mark.slow
 def test_a_probe_does_not_take_rows_of_others_for_its_own(job):
     script = """
     class Centred(nn.Module):
@@ -197,6 +198,7 @@ def test_a_probe_does_not_take_rows_of_others_for_its_own(job):
     assert run(script, job, ranks=3)[2]["bypasses"] == {"batch": 2}
 
 
+@pytest.mark.slow
 def test_hits_are_verified_while_others_compute_all_the_misses(job):
     script = """
     def pause(count):
@@ -245,6 +247,7 @@ def test_ranks_without_a_folder_share_a_temporary_one(job, tmp_path):
     assert list(tmp_path.glob("torchcache2-*")) == []
 
 
+@pytest.mark.slow
 def test_a_shared_temporary_folder_stays_as_long_as_anybody_uses_it(job, tmp_path):
     script = """
     from torchcache2.tiers.meeting import Scratch
@@ -274,6 +277,7 @@ def test_other_jobs_share_nothing(tmp_path):
     assert [json.loads(rank.done().out)["misses"] for rank in ranks] == [192, 192]
 
 
+@pytest.mark.slow
 def test_runs_of_a_sweep_share_if_they_say_so(job):
     script = """
     net = torchcache(probe=False, distributed="node")(Backbone())

@@ -7,6 +7,7 @@ import torch
 
 from tests.helpers.gloo import run_ranks
 
+pytestmark = pytest.mark.slow
 TRAINING = """
 import json
 import torch.nn.functional as F

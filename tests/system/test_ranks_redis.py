@@ -100,6 +100,7 @@ def test_three_epochs_that_are_shared_out_compute_each_item_once(server, start, 
     assert claims(server) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [None, 100_000_000], ids=["redis", "memory"])
 def test_ranks_that_go_through_all_items_compute_each_once(server, start, memory):
     env = {} if memory is None else {"MEMORY": str(memory)}
@@ -177,6 +178,7 @@ report(net, computed=computed())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("act", ["killed", *["stopped"] * SOAK])
 def test_a_machine_that_is_lost_is_waited_for_no_longer_than_its_claims_last(server, start, tmp_path, act):
     lasts = 3.0

@@ -24,6 +24,7 @@ class Net(nn.Module):
         return {"y": torch.relu(self.fc(x)) * scale, "x": x.sum(1)}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "policy, budget, calls", [("keep", 10**8, 400), ("keep", 20_000, 160), ("lru", 20_000, 160)]
 )
@@ -115,6 +116,7 @@ EDITS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EDITS)
 def test_rows_computed_while_another_thread_edits_weights_are_not_kept(name):
     module, x = torchcache(probe=False)(Slow()), torch.rand(4, 6)

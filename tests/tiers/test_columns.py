@@ -34,6 +34,7 @@ def grow(column, rows):
     assert column.capacity == sum(map(len, column.memory)) >= rows and column.cost(rows) == 0
 
 
+@pytest.mark.slow
 @hypothesis.given(
     st.sampled_from([1, 3, 8, 100, 512, 700, 5000]),
     st.lists(st.tuples(st.sampled_from(["add", "add", "shrink", "remove"]), st.integers(0, 60)), max_size=12),

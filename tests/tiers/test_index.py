@@ -73,6 +73,7 @@ def test_an_index_agrees_with_a_dict(steps):
         assert table.index.room >= 0
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1)), unique=True), st.data())
 def test_entries_are_numbered_as_they_come_and_the_last_fill_the_gaps(keys, data):
     table = Table()
@@ -180,6 +181,7 @@ def test_reserve_grows_once_for_all_that_will_come():
     assert (index.find(keys) == np.arange(1000)).all()
 
 
+@pytest.mark.slow
 def test_keys_that_come_and_go_do_not_fill_the_table():
     keys = random_words(20_000)
     index = KeyIndex(np.zeros((12, 2), np.uint64))
@@ -216,6 +218,7 @@ def test_a_sliding_window_of_keys_stays_found():
     assert index.nbytes == size
 
 
+@pytest.mark.slow
 def test_a_million_keys_in_batches_that_grow():
     count = 1_000_000
     keys, others = random_words(count), random_words(100_000, seed=1)

@@ -60,6 +60,7 @@ def growth(request, monkeypatch):
         monkeypatch.setattr(arena_module.mmap, "mmap", refuse)
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.usefixtures("growth")
 @pytest.mark.parametrize("policy", ["keep", "lru"])
 def test_random_walk_stays_in_the_budget_and_never_lies(policy):
@@ -162,6 +163,7 @@ def test_lru_drops_the_least_recently_used():
     assert tier.stats().evictions >= len(dropped) > 0
 
 
+@pytest.mark.slow
 def test_half_an_epoch_in_memory_hits_half_of_it():
     # The reason for the default: what came first is the best that can be kept.
     rates = {}
@@ -245,6 +247,7 @@ def put_much(tier, times):
         yield
 
 
+@pytest.mark.slow
 def test_the_budget_is_what_the_process_allocates():
     small = MemoryTier(2_000_000, "lru")
     for _ in put_much(small, 100):  # what Python, malloc and torch take at first, and keep
@@ -268,6 +271,7 @@ def test_the_budget_is_what_the_process_allocates():
     assert resident_bytes() - before < 25_000_000
 
 
+@pytest.mark.slow
 def test_bookkeeping_of_a_million_rows_is_at_most_64_bytes_a_row():
     tier = MemoryTier(10**9)
     rng = np.random.default_rng(0)
@@ -297,6 +301,7 @@ def test_every_dtype_and_shape_comes_back_bit_by_bit(dtype, shape):
     assert torch.equal(back.contiguous().view(-1).view(torch.uint8).view(3, -1), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [64, 1000])
 def test_rows_of_rare_shapes_take_little_more_than_their_bytes(width):
     """Shapes of 10 rows each, one row at a time and in any order."""

@@ -150,6 +150,7 @@ class Stacked(nn.Sequential):
 without_probe = torchcache(probe=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "decorate", [without_probe, lambda net: without_probe(type("S", (Stacked,), {}))(*net)]
 )
@@ -204,6 +205,7 @@ def test_real_compiled_code():
     assert counts(cached) == (9, 18)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu")])
 def test_modes(mode):
     cached, plain, graphs = as_class(), Net(), Graphs()
@@ -241,6 +243,7 @@ def test_an_exception_of_a_compiled_forward_is_its_own():
     torch.testing.assert_close(compiled(X, False), X * 2 + 1)
 
 
+@pytest.mark.slow
 def test_arguments_of_many_kinds_outlast_the_compilers_patience():
     # More kinds than the compiler keeps graphs for: it gives up, the cache does not.
     cached, plain = as_function(), Net()
@@ -292,7 +295,7 @@ def hit_patterns(batch, rounds, seed):
 
 @pytest.mark.parametrize("batch", [16, 24])
 @pytest.mark.parametrize("dynamic", [None, False])
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_padded_misses_compile_few_graphs(batch, dynamic):
     cached, plain, graphs = as_class(miss_batch="pad", probe=True), Net(), Graphs()
     # Found through the standard library, a set is not the state of the forward.
@@ -348,6 +351,7 @@ def test_a_padded_batch_whose_output_cannot_be_kept():
     assert torch.equal(output["y"], torch.cat([X[:4], X[5:6] + 1, X[4:]]) * 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_cached", [False, True])
 def test_a_lazy_module_is_loaded_outside_of_graphs(tmp_path, is_cached):
     path, graphs = tmp_path / "net.pt", Graphs()

@@ -194,7 +194,7 @@ def check(parts, end, calls, *, masks=None, shared=(), independent=False):
 
 @pytest.mark.parametrize("calls", CALLS, ids=["batch", "one first", "repeated first"])
 @pytest.mark.parametrize("name", PARTS)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(8)
 def test_a_layer_that_mixes_or_not(name, calls):
     make, mixes = PARTS[name]
     check([make], "as it is", calls, independent=not mixes)
@@ -202,7 +202,7 @@ def test_a_layer_that_mixes_or_not(name, calls):
 
 @pytest.mark.parametrize("calls", CALLS, ids=["batch", "one first", "repeated first"])
 @pytest.mark.parametrize("end", ENDS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 def test_an_output_that_has_rows_or_not(end, calls):
     check([Linear], end, calls, independent=end in OWN_ROWS)
 
@@ -222,6 +222,7 @@ def test_a_mask_as_large_as_the_batch(shared, calls):
 SEQUENCES = st.lists(st.lists(st.integers(0, POOL - 1), min_size=1, max_size=6), min_size=2, max_size=8)
 
 
+@pytest.mark.slow
 @hypothesis.settings(
     max_examples=3000 if SOAK else 15,
     deadline=None,

@@ -165,6 +165,7 @@ assert rank or os.waitpid(other, 0)[1] == 0
 )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.__version__ < (2, 6), reason="FSDP2 of this torch needs CUDA")
 def test_ranks_of_fsdp_compute_all_and_say_so_in_one_line_each(tmp_path):
     process = warm.run(FSDP, tmp_path / "store")

@@ -244,7 +244,7 @@ def seeded(function, *args):
 @pytest.mark.filterwarnings(WEIGHT_NORM)
 @MAKERS
 @pytest.mark.parametrize("name", PARAMETRIZATIONS)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(8)
 def test_parametrizations(name, make):
     prepare, change = PARAMETRIZATIONS[name]
     cached, plain = twins(make, Gained)
@@ -326,7 +326,7 @@ AFTER_PRUNING = {
 @MAKERS
 @pytest.mark.parametrize("change", AFTER_PRUNING)
 @pytest.mark.parametrize("name", PRUNE)
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(16)
 def test_pruning(name, change, make):
     cached, plain = twins(make)
     assert_found_at_last(cached, plain)
@@ -853,7 +853,7 @@ def transformed(name):
 @WARM
 @TARGETS
 @pytest.mark.parametrize("name", TRANSFORMS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(12)
 def test_transforms_run_the_plain_forward(name, target, warm):
     cached, plain = targets(target, warm)
     for _ in range(2):
@@ -1023,7 +1023,7 @@ def exported_names(in_model, strict):
 @pytest.mark.parametrize("strict", [False, *([True] if can_export_strictly() else [])])
 @WARM
 @TRACED_MODULES
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(15)
 def test_export(target, warm, strict):
     cached, plain = traced_targets(target, warm)
     program = torch.export.export(cached, (X,), strict=strict)
@@ -1157,7 +1157,7 @@ CHECKPOINTS = {
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", CHECKPOINTS)
 @MAKERS
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(12)
 def test_checkpoints(name, reentrant, needs, make):
     cached, plain = make(Net).eval(), Net().eval()
     results = []

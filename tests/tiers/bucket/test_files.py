@@ -159,6 +159,7 @@ def test_an_object_that_goes_after_it_was_listed_is_a_missing_file(objects):
     assert len(Segment.open(fs, Descriptors(fs), path, limit=1 << 40)) == 5000
 
 
+@pytest.mark.slow
 def test_a_bucket_that_does_not_answer_is_no_missing_file(tmp_path):
     lost = bucket("s3", tmp_path, endpoint_url="http://127.0.0.1:9")
     with opened(lost, tries=1) as objects:

@@ -34,6 +34,7 @@ def temporary(tmp_path, monkeypatch):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["file", "s3"])
 def test_a_dataset_is_filled_by_workers_and_served_from_the_bucket(tmp_path, temporary, scheme):
     made = bucket(scheme, tmp_path)

@@ -122,6 +122,7 @@ def check_whole(bucket, tmp_path, numbers):
         assert json.loads(objects.read([(f"{FOLDER}/{FINGERPRINT}", 0, there(objects)[FINGERPRINT])])[0])
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("scheme", ["memory", "file", "s3", "gs"])
 def test_a_bucket_becomes_what_the_folder_is_and_another_folder_what_the_bucket_is(scheme, tmp_path):
     place = bucket(scheme, tmp_path)
@@ -145,6 +146,7 @@ def test_a_bucket_becomes_what_the_folder_is_and_another_folder_what_the_bucket_
         assert objects.faults == objects.corrupt == 0
 
 
+@pytest.mark.slow
 def test_the_heads_of_many_segments_are_packed_once_and_again_when_there_are_many_more(tmp_path):
     place = bucket("file", tmp_path)
 
@@ -283,6 +285,7 @@ def test_the_least_recently_used_goes_first_whoever_uses_it(slow, path, policy):
 # Faults
 
 
+@pytest.mark.slow
 def test_a_cut_upload_leaves_no_head_and_is_done_again(tmp_path, log):
     with proxied("s3", tmp_path) as (place, proxy), opened(place, **QUICK) as objects:
         proxy.only, proxy.cut_up = ".safetensors", SEGMENT // 2
@@ -334,6 +337,7 @@ def start(path, place, what):
     return warm.start(SCRIPT, path, place.url, json.dumps(place.storage_options), what, imports=IMPORTS)
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_in_an_upload_leaves_all_that_the_next_one_needs(tmp_path):
     with proxied("s3", tmp_path) as (place, proxy):
         proxy.only, proxy.hangs = ".safetensors", True
@@ -349,6 +353,7 @@ def test_a_process_that_is_killed_in_an_upload_leaves_all_that_the_next_one_need
         check_whole(place, tmp_path, range(3))
 
 
+@pytest.mark.slow
 def test_a_process_uploads_before_it_ends_although_nobody_closes_anything(tmp_path):
     place = bucket("s3", tmp_path)
     place.storage_options["endpoint_url"] = place.storage_options["endpoint_url"].replace(
@@ -435,6 +440,7 @@ def test_rows_that_are_dropped_while_they_are_uploaded_get_no_head(slow, path):
         assert heads(path) == [] and found(disk, names_of([0]), WIDTH) == []
 
 
+@pytest.mark.slow
 def test_a_bucket_that_is_left_out_is_not_waited_for_and_told_once(tmp_path, log):
     with proxied("s3", tmp_path) as (place, proxy), opened(place, **QUICK | {"pause": 60.0}) as objects:
         proxy.status = 503
@@ -551,6 +557,7 @@ def downloaded(path, count):
     assert len(segments(path)) == count
 
 
+@pytest.mark.slow
 def test_segments_come_down_as_long_as_they_fit_and_nothing_goes_for_them(filled):
     objects, path, _ = filled
     budget = size_of(path) + 2 * SEGMENT + SEGMENT // 2
@@ -565,6 +572,7 @@ def test_segments_come_down_as_long_as_they_fit_and_nothing_goes_for_them(filled
         assert size_of(path) <= budget and len(kept - set(segments(path))) == 1
 
 
+@pytest.mark.slow
 def test_nothing_comes_down_for_a_namespace_that_nobody_uses(filled):
     objects, path, _ = filled
     with mirrored(objects, path):
@@ -572,6 +580,7 @@ def test_nothing_comes_down_for_a_namespace_that_nobody_uses(filled):
         assert segments(path) == []
 
 
+@pytest.mark.slow
 def test_a_damaged_object_stays_and_is_told_once(filled, log):
     objects, path, files = filled
     place = Path(objects.bucket.url.removeprefix("file://"), FOLDER)
@@ -591,6 +600,7 @@ def test_a_damaged_object_stays_and_is_told_once(filled, log):
     assert len(warnings_of(log)) == 1 and (place / names[1]).read_bytes() == other
 
 
+@pytest.mark.slow
 def test_an_object_that_is_gone_is_no_fault(filled, log):
     objects, path, files = filled
     objects.remove([f"{FOLDER}/{files[0].name}"])
@@ -600,6 +610,7 @@ def test_an_object_that_is_gone_is_no_fault(filled, log):
     assert objects.faults == 0 and warnings_of(log) == []
 
 
+@pytest.mark.slow
 def test_an_unused_namespace_is_seldom_asked_for(filled, monkeypatch):
     objects, path, _ = filled
     asked, begun = [], time.monotonic()
@@ -617,6 +628,7 @@ def test_an_unused_namespace_is_seldom_asked_for(filled, monkeypatch):
     assert len(segments(path)) == 0
 
 
+@pytest.mark.slow
 def test_a_full_disk_gets_segments_when_there_is_room_again(filled, monkeypatch, log):
     objects, path, _ = filled
     monkeypatch.setattr("torchcache2.tiers.bucket.sparse._FULL_FOR", 1.5)
@@ -671,6 +683,7 @@ def test_who_waits_for_a_process_that_does_nothing_gives_up(slow, path, log):
         wait_until(lambda: len(heads(path)) == 2)
 
 
+@pytest.mark.slow
 def test_who_waits_without_threads_looks_now_and_then(slow, path, monkeypatch):
     lock = MirrorLock(CacheDirectory(str(path), Unsynced()))
     fill(path, 2)

@@ -6,6 +6,8 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.helpers import warm
 from tests.helpers.buckets import bucket, opened
 from tests.helpers.remote import mirrored_disk, reader
@@ -14,6 +16,8 @@ from torchcache2.core.places import Bucket
 from torchcache2.tiers.bucket.mirror import Mirror
 from torchcache2.tiers.bucket.objects import Objects
 from torchcache2.tiers.disk import sealing
+
+pytestmark = pytest.mark.slow
 
 CYCLES = 40 if os.environ.get("SOAK") else 3
 IMPORTS = ("s3fs", "gcsfs.core", "tests.helpers.buckets")  # as other tests have them

@@ -103,6 +103,7 @@ def test_a_file_is_no_folder(file):
         inside.check()
 
 
+@pytest.mark.slow
 def test_a_half_object_of_a_folder_is_seen_under_another_name_only(file, tmp_path, monkeypatch):
     seen = []
     name = "0" * 26 + ".safetensors"
@@ -133,6 +134,7 @@ def test_a_range_of_half_an_object_is_none(file):
     assert file.read([("one", 0, 6), ("one", 4, 8), ("one", 6, 8)]) == [b"012345", None, None]
 
 
+@pytest.mark.slow
 def test_a_marker_of_a_folder_is_no_object_in_it(tmp_path):
     with opened(bucket("s3", tmp_path)) as objects:
         objects.write("a/", b"")

@@ -42,7 +42,7 @@ def texts(log):
     return [record.getMessage() for record in log]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_tried_again_then_counted_told_once_and_left_out(failing, fault, log):
     objects, proxy = failing
@@ -63,7 +63,7 @@ def test_a_fault_is_tried_again_then_counted_told_once_and_left_out(failing, fau
     assert len(log) == 1
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_that_passes_is_not_noticed(failing, fault, log, tmp_path):
     objects, proxy = failing
@@ -75,7 +75,7 @@ def test_a_fault_that_passes_is_not_noticed(failing, fault, log, tmp_path):
     assert (objects.faults, objects.cause, log) == (0, None, [])
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["hangs", "status", "refuses", "cut_up"])
 def test_an_upload_that_is_cut_is_done_again(failing, fault, log, tmp_path):
     objects, proxy = failing
@@ -97,6 +97,7 @@ def test_an_upload_that_is_cut_is_done_again(failing, fault, log, tmp_path):
     assert 1 <= objects.faults <= 2 and len(log) == objects.faults
 
 
+@pytest.mark.slow
 def test_a_fault_that_lasts_is_tried_once_after_each_pause(failing):
     objects, proxy = failing
     proxy.status, is_gs = 503, objects.bucket.url.startswith("gs")
@@ -113,6 +114,7 @@ def test_a_fault_that_lasts_is_tried_once_after_each_pause(failing):
     assert len(proxy.requests) - before >= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", CLOUDS)
 def test_a_server_that_is_not_there_is_a_fault_and_no_error(scheme, tmp_path, log):
     with opened(bucket(scheme, tmp_path, port=free_port()), **QUICK) as objects:
@@ -155,6 +157,7 @@ def test_a_bucket_that_takes_no_objects_is_read(answering, log):
     assert len(log) == 1 and "(writing)" in texts(log)[0]
 
 
+@pytest.mark.slow
 def test_credentials_that_have_expired_are_read_again(tmp_path, monkeypatch, log):
     credentials = tmp_path / "credentials"
 
@@ -198,6 +201,7 @@ def test_an_object_that_is_deleted_meanwhile_is_no_fault(answering):
     assert objects.read([("one", 0, 3), ("two", 0, 3)]) == [None, DATA[:3]] and objects.faults == 0
 
 
+@pytest.mark.slow
 def test_what_cannot_be_removed_is_an_error(failing):
     objects, proxy = failing
     proxy.status = 503
@@ -214,6 +218,7 @@ def test_many_objects_are_removed(answering):
     assert [info.name for info in objects.listing()] == [] and objects.faults == 0
 
 
+@pytest.mark.slow
 def test_threads_share_it_and_one_may_close_it(failing, log):
     objects, proxy = failing
     proxy.status, proxy.times = 503, 4

@@ -88,6 +88,7 @@ def server():
         thread.join()
 
 
+@pytest.mark.slow
 def test_children_have_connections_of_their_own_and_leave_those_of_their_parent(server):
     said = ["always::ResourceWarning", "ignore::DeprecationWarning"]  # that a process with threads forks
     ended = warm.run(FORKS, server.server_port, whole=True, warnings=said, imports=IMPORTS)

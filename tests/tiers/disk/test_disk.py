@@ -375,6 +375,7 @@ def test_few_files_are_open_however_many_segments_there_are(make, path, monkeypa
     assert len(os.listdir("/proc/self/fd")) - before <= 2
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("threads", [True, False])
 @pytest.mark.parametrize(("width", "beside"), [(1000, False), (500_000, True)])
 @pytest.mark.parametrize("why", ["a read is slow", "reads are remote"])
@@ -637,7 +638,7 @@ class Measuring(Unsynced):
 @pytest.mark.parametrize("threads", [True, False], ids=["thread", "no thread"])
 @pytest.mark.parametrize("policy", ["keep", "lru"])
 @pytest.mark.parametrize("budget", [3_000, 40_000, 400_000])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 def test_the_budget_is_exceeded_by_a_segment_at_most(path, policy, budget, threads, monkeypatch):
     if not threads:
         monkeypatch.setattr(threading.Thread, "start", refuse)

@@ -66,6 +66,7 @@ class Slow(Unsynced):
         return super().write(file, buffers, offset)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [3e6, 3e7], ids=["slow", "faster"])
 def test_no_more_waits_than_is_written_in_time(tmp_path, rate):
     tier = DiskTier(tmp_path, codec="none", delay=NEVER, fs=Slow(rate), most_seconds=lambda: 0.3)

@@ -154,6 +154,7 @@ def assert_told(log, stats, lost):
     log.clear()
 
 
+@pytest.mark.slow
 @with_runs
 @pytest.mark.usefixtures("no_threads", "runs")
 @pytest.mark.parametrize("filled", [True, False], ids=["filled", "new"])
@@ -195,6 +196,7 @@ def test_any_call_may_fail(tmp_path, log, filled):
         assert warnings_of(log) == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_threads")
 @pytest.mark.parametrize("policy", ["keep", "lru"])
 def test_any_call_may_fail_while_room_is_made(tmp_path, log, policy):
@@ -235,6 +237,7 @@ def test_any_call_may_fail_while_room_is_made(tmp_path, log, policy):
         tier.close()
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_kind_of_call_that_always_fails(path, log, name, code):
@@ -460,6 +463,7 @@ def assert_serves(path, sealed, log):
     assert strange_files(path) == []
 
 
+@pytest.mark.slow
 @with_runs
 @pytest.mark.usefixtures("no_threads")
 def test_a_process_that_is_killed_at_any_call(tmp_path, log, runs):
@@ -478,6 +482,7 @@ def test_a_process_that_is_killed_at_any_call(tmp_path, log, runs):
 LEFT = [("lost", "lost"), ("kept", "garbage"), ("some", "garbage"), ("kept", "lost"), ("some", "lost")]
 
 
+@pytest.mark.slow
 @with_runs
 @pytest.mark.usefixtures("no_threads", "runs")
 def test_the_power_may_go_at_any_call(tmp_path, log):
@@ -573,6 +578,7 @@ def assert_damage_is_noticed(tier, path, file, lost, kept, log):
     return bool(again)
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("opened", [True, False], ids=["while open", "before"])
 @pytest.mark.parametrize("codec", ["none", "brotli", "blosc2"])
 def test_a_flipped_bit_anywhere_is_noticed(path, log, codec, opened):
@@ -672,6 +678,7 @@ def test_a_damaged_fingerprint_file_does_no_harm(path, log, content):
     assert tier.stats().faults == 0 and warnings_of(log) == []
 
 
+@pytest.mark.slow
 def test_files_that_change_between_puts_and_gets(path, log):
     """Random flips while three handles are at work: right rows, or none."""
     generator = np.random.default_rng(0)

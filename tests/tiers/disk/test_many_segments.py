@@ -350,6 +350,7 @@ def test_who_has_not_looked_for_long_exceeds_the_budget_by_a_segment_at_most(mak
     assert size_of(path) <= budget + len(writers) * budget // 8
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("writers", [1, 2, 20, 200])
 def test_allowances_keep_the_promise_for_any_number_of_writers(writers):
     """Writers of any size of segments, in any order; one has looked, and writes while others write."""
@@ -439,6 +440,7 @@ def test_a_job_of_ten_hours_leaves_at_most_500_segments(monkeypatch):
     assert len(ages) < 400 and 595 <= max(ages) <= 610
 
 
+@pytest.mark.slow
 def test_a_job_with_several_kinds_of_rows_leaves_no_more(monkeypatch):
     job = Slow(monkeypatch)
     job.work(36_000, widths=range(4), step=5)

@@ -85,6 +85,7 @@ USED = """
 """
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("last", "code"),
     [
@@ -103,6 +104,7 @@ def test_a_run_leaves_nothing(start, folders, last, code):
     assert folders() == []
 
 
+@pytest.mark.slow
 def test_the_end_of_the_interpreter_leaves_nothing(start, folders):
     process = start(USED + "    net.itself = net\n    1 / 0", whole=True).done(1)
     assert folders() == [] and "torchcache2" not in process.err
@@ -129,6 +131,7 @@ GOES_ON = """
 """
 
 
+@pytest.mark.slow
 def test_the_folder_of_a_run_that_goes_on_stays(start, folders, tmp_path):
     living = start(USED + GOES_ON).until("ready")
     (folder,) = folders()

@@ -198,6 +198,7 @@ def test_a_server_that_is_lost_gives_no_claims(join):
         assert time.monotonic() - began < 30
 
 
+@pytest.mark.slow
 def test_a_server_that_fails_while_others_wait_for_it(join):
     with RedisServer() as server:
         first, second = join(server), join(server)
@@ -280,6 +281,7 @@ class Interrupt(KeyboardInterrupt):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", ["claim", "wait", "release"])
 def test_an_interrupt_at_any_line_costs_a_wait_at_most(server, join, step, short):
     """What is left of the call is freed with the exception, as it is in a session that goes on."""

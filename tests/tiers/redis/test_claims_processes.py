@@ -91,6 +91,7 @@ def check(lines):
     return len(computed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20 if SOAK else 1))
 def test_a_random_schedule_with_processes_that_are_killed_and_stopped(tmp_path, seed):
     chance, log, rounds = random.Random(seed), tmp_path / "log", 40 if SOAK else 8

@@ -229,6 +229,7 @@ class Interrupt(BaseException):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # redis-py does not close a socket while it connects
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_leaves_no_reply_to_be_read_by_others(kept):

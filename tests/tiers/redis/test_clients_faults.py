@@ -72,6 +72,7 @@ def test_a_server_that_comes_back_is_used_again(log):
     assert len(texts(log)) <= 2  # one of each kind: the connection was closed, and there is no server
 
 
+@pytest.mark.slow
 def test_a_silent_server_is_waited_for_once(log):
     some = keys(100)
     with (
@@ -94,6 +95,7 @@ def test_a_silent_server_is_waited_for_once(log):
     assert 2 <= len(texts(log)) <= 4 and all("no answer" in t or "Timeout" in t for t in texts(log))
 
 
+@pytest.mark.slow
 def test_a_server_that_takes_no_connection_costs_the_time_of_one():
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))

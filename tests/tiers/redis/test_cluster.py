@@ -71,6 +71,7 @@ def servers(request):
         yield three
 
 
+@pytest.mark.slow
 def test_a_cluster_is_noticed_and_each_node_keeps_its_share(servers, log):
     some = keys(300)
     with connected(servers[1]) as clients:

@@ -18,6 +18,8 @@ from torchcache2.core.places import Servers
 from torchcache2.tiers.redis.record import row_names
 from torchcache2.tiers.redis.tier import RedisTier
 
+pytestmark = pytest.mark.slow
+
 SOAK = bool(os.environ.get("SOAK"))
 SPACES = NAMESPACES[:2]
 WIDTHS = (0, 3, 200)

@@ -188,6 +188,7 @@ def test_a_folder_that_others_can_enter_is_not_used(place):
         own_servers("50MB", "keep")
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "text",
     ["", "[]", "{", '{"address": {"path": "/nowhere", "password": ""}, "limits": ["1", 1, "keep"]}'],
@@ -263,6 +264,7 @@ def started(lines, host, programs=PROGRAMS):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # this process has threads
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_a_port_that_is_taken_meanwhile_is_tried_again(place, host, program, monkeypatch):
@@ -283,6 +285,7 @@ def family(host):
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_program_that_does_nothing_is_given_up(place, monkeypatch):
     monkeypatch.setattr(watcher, "_PATIENCE", 1.0)  # long enough for its first words

@@ -45,6 +45,7 @@ def pids(place):
     return place.about["pid"], place.about["watcher"]
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("end", "code"),
     [
@@ -69,6 +70,7 @@ def test_nothing_is_left_when_the_trainer_ends(end, code, start, place):
     place.all_ended()
 
 
+@pytest.mark.slow
 def test_no_process_is_left_when_the_server_ends(start, place):
     process = start(WAIT).until("started")
     both = pids(place)
@@ -90,6 +92,7 @@ def test_another_server_is_started_when_one_has_ended(place):
     place.all_ended(*both)
 
 
+@pytest.mark.slow
 def test_the_server_ends_with_its_watcher(start, place):
     script = START + "while not os.path.exists('go'): time.sleep(0.002)\n"
     process = start(script, cwd=place.path).until("started")
@@ -101,6 +104,7 @@ def test_the_server_ends_with_its_watcher(start, place):
     place.all_ended()  # the trainer has removed what the watcher could not
 
 
+@pytest.mark.slow
 def test_what_is_left_when_everything_is_killed_is_removed_by_the_next(start, place):
     process = start(WAIT).until("started")
     both = pids(place)
@@ -120,6 +124,7 @@ def test_what_is_left_when_everything_is_killed_is_removed_by_the_next(start, pl
     place.all_ended()
 
 
+@pytest.mark.slow
 def test_signals_of_a_terminal_do_not_end_the_watcher(start, place):
     process = start(WAIT).until("started")
     both = pids(place)
@@ -141,6 +146,7 @@ def test_the_trainer_has_no_child_and_no_output_is_kept_open(start, place):
     place.all_ended()
 
 
+@pytest.mark.slow
 def test_processes_of_a_job_share_until_the_last_has_ended(start, place):
     first = start(WAIT, job="one").until("started")
     both = pids(place)
@@ -169,6 +175,7 @@ def test_those_that_start_at_once_share(start, place):
     place.all_ended()
 
 
+@pytest.mark.slow
 def test_scripts_of_one_shell_do_not_share(start, place):
     scripts = [start(WAIT).until("started") for _ in range(2)]
     assert len(place.folders) == 2
@@ -237,6 +244,7 @@ def spawned(start, place):
     return process, process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [pickled, *[spawned] * SOAK])
 def test_a_process_that_gets_the_servers_keeps_the_server(how, start, place):
     process, child = how(start, place)

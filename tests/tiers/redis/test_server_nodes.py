@@ -80,6 +80,7 @@ def test_each_node_has_a_server_and_all_have_both(place):
     assert first["passwords"] == second["passwords"] == "2" and first["rows"] == "2"
 
 
+@pytest.mark.slow
 def test_ranks_of_a_node_have_one_server(place):
     said = run(place, each=2, LOCAL_WORLD_SIZE="2")
     assert len({its["servers"].split()[0] for its in said}) == 1
@@ -87,17 +88,20 @@ def test_ranks_of_a_node_have_one_server(place):
     assert {its["rows"] for its in said} == {"4"} and {its["passwords"] for its in said} == {"2"}
 
 
+@pytest.mark.slow
 def test_nodes_may_be_alone(place):
     first, second = run(place, "alone=1", LOCAL_WORLD_SIZE="1")
     assert first["servers"].startswith("unix:") and first["servers"] != second["servers"]
     assert first["passwords"] == "1"
 
 
+@pytest.mark.slow
 def test_ranks_of_one_node_have_a_socket(place):
     first, second = run(place, nodes=1, each=2)
     assert first["servers"].startswith("unix:") and first["servers"] == second["servers"]
 
 
+@pytest.mark.slow
 def test_an_error_of_one_rank_is_raised_in_all(place):
     first, second = run(place, "broken=1")
     assert first["error"].startswith("rank 1 has no Redis server: no program of a Redis server")
@@ -109,6 +113,7 @@ def test_an_address_that_is_missing_is_an_error_in_all(place):
         assert its["error"].startswith("rank 0 has no Redis server: MASTER_ADDR and MASTER_PORT")
 
 
+@pytest.mark.slow
 def test_a_name_that_means_loopback_to_itself_is_what_others_know(place):
     first, second = run(place, "loopback=1")
     assert first["servers"].split()[0] == second["servers"].split()[0]

@@ -91,6 +91,7 @@ def test_ranks_of_a_node_share_a_server(train):
     assert len({line.split(" on ")[1] for line in lines}) == 1 and all(" on unix:" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_ranks_of_two_nodes_use_both_servers(train):
     lines = [line for of_node in train(nodes=2) for line in of_node]
     assert sorted(line.split(" <")[0] for line in lines) == [f"rank {i} loaded 15 faults 0" for i in range(4)]

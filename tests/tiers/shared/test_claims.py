@@ -141,6 +141,7 @@ def test_a_stuck_one_is_passed_by(two, monkeypatch):
     assert first.stats().corrupt == 0
 
 
+@pytest.mark.slow
 def test_four_times_the_longest_computation_is_not_stuck(two, monkeypatch):
     first, second = two
     monkeypatch.setattr(board_module, "_LEAST_STUCK", 0)

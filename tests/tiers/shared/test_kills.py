@@ -4,6 +4,8 @@ import os
 import random
 import signal
 
+import pytest
+
 from tests.helpers import warm
 from tests.helpers.storage import files_in_memory
 from tests.tiers.shared.scripts import JOINING
@@ -44,6 +46,7 @@ print(killed, line)
 )
 
 
+@pytest.mark.slow
 def test_a_process_may_be_killed_at_any_line(tmp_path):
     process = warm.start(AT_EACH_LINE, tmp_path, STEP, random.randrange(STEP)).done(timeout=3600)
     killed, lines = map(int, process.words)

@@ -6,6 +6,8 @@ import random
 import signal
 import time
 
+import pytest
+
 from tests.helpers import warm
 from tests.tiers.shared.scripts import JOINING
 from torchcache2.tiers.shared.tier import SharedTier
@@ -52,6 +54,7 @@ def test_processes_that_do_anything_at_any_time(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_processes_that_are_killed_and_stopped_at_any_time(tmp_path):
     rng, end, started = random.Random(), time.monotonic() + (600 if SOAK else 1.0), itertools.count()
     processes, killed = [], 0
@@ -124,6 +127,7 @@ meet("end")
 )
 
 
+@pytest.mark.slow
 def test_the_budget_is_exact_with_four_writers(tmp_path):
     for counted, board, resident, is_full in together(BUDGET, tmp_path, "start", "full", "end"):
         assert 1_500_000 < int(resident) <= int(counted) + int(board) <= 3_000_000
@@ -157,6 +161,7 @@ print(drops)
 )
 
 
+@pytest.mark.slow
 def test_dropping_while_another_process_gathers(tmp_path):
     assert int(warm.run(DROPS, tmp_path).words[0]) > 3
 

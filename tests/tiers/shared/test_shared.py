@@ -230,6 +230,7 @@ def test_an_index_takes_at_most_64_bytes_a_row(join):
     assert most <= 64 and tier.stats().rows == 60_000
 
 
+@pytest.mark.slow
 def test_ragged_rows_take_two_descriptors_a_namespace(join):
     first, second = join(), join()
     before = len(os.listdir("/proc/self/fd"))
@@ -590,6 +591,7 @@ def test_a_budget_of_nothing_keeps_nothing(join):
     assert tier.stats().bytes == 0
 
 
+@pytest.mark.slow
 def test_wherever_in_the_bookkeeping_a_budget_ends_that_is_no_fault(tmp_path):
     for pages in range(40):
         tier = SharedTier(os.urandom(16), 250_000 + 4096 * pages, folder=str(tmp_path))

@@ -3,10 +3,13 @@
 import importlib.util
 import sys
 
+import pytest
 import torch
 import transformers
 
 from torchcache2 import torchcache
+
+pytestmark = pytest.mark.slow
 
 
 def bert():

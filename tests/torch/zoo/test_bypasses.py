@@ -115,6 +115,7 @@ def test_a_loss_of_the_whole_batch_is_passed_through():
     assert cached.cache_instance.stats().hits == 0
 
 
+@pytest.mark.slow
 def test_a_loss_of_codes_is_passed_through():
     import diffusers
 

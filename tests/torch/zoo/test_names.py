@@ -35,6 +35,7 @@ def found(tmp_path_factory):
     return json.loads(process.out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", names.ALL)
 def test_the_namespace_is_that_of_another_process(name, found, log):
     there = found[name]

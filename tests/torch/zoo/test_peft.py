@@ -10,6 +10,7 @@ from tests.torch.zoo.models_transformers import bert, distilbert, gpt2, texts
 
 # peft asks transformers in a way that the newest one has deprecated.
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Already unmerged"),  # of layers without the adapter that was merged
 ]

@@ -15,6 +15,7 @@ from tests.torch.zoo.checks import check_same
 from torchcache2 import cache_of, torchcache
 
 pytestmark = [
+    pytest.mark.slow,
     # peft asks transformers in a way that the newest one has deprecated.
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
 ]

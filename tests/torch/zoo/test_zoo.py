@@ -7,6 +7,7 @@ from tests.torch.zoo.models import ENTRIES
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", ENTRIES)
 def test_a_model_behaves_with_the_cache_as_without(name):
     check_entry(ENTRIES[name])
