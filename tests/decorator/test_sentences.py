@@ -9,6 +9,7 @@ import torch
 
 from torchcache2 import cache_of, torchcache
 
+pytestmark = pytest.mark.slow
 TEXTS = [
     "A cat.",
     "Two dogs sleep on the roof of a house by the river.",
@@ -79,7 +80,6 @@ def test_encode_computes_each_text_once(plain, model):
     assert np.abs(encode(TEXTS) - plain.encode(TEXTS)).max() > 1e-3 and counts(encode)[0] == 20
 
 
-@pytest.mark.slow
 def test_modules_that_fill_their_features(plain, model):
     cached = [torchcache(module) for module in (model, model[0], model[1])]
     with torch.no_grad():

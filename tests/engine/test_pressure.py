@@ -19,6 +19,8 @@ from torchcache2.identity.arguments import BoundCall
 from torchcache2.tiers.memory import arena
 from torchcache2.tiers.memory.tier import MemoryTier
 
+pytestmark = pytest.mark.cpu_only  # stand-ins for one that has no memory
+
 OutOfMemory = torch.cuda.OutOfMemoryError
 X = torch.arange(12.0).view(4, 3)
 TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 79.10 GiB"

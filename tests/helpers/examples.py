@@ -14,11 +14,10 @@ from tests.helpers import warm
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RECIPES = Path(__file__).parents[2] / "docs" / "recipes"
+DIGITS = ("sklearn.datasets", "matplotlib.figure", "matplotlib.backends.backend_agg")
 LIBRARIES = (
+    *DIGITS,
     "torch._dynamo",  # every optimizer imports it
-    "sklearn.datasets",
-    "matplotlib.figure",
-    "matplotlib.backends.backend_agg",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.bert.modeling_bert",
@@ -44,14 +43,14 @@ main(["--standalone", "--nproc-per-node", "2", "--start-method", "fork", "--run-
 TRAIN_ITEMS, TEST_ITEMS = 1536, 261  # of the digits of scikit-learn
 
 
-def start(name, *arguments, ignored=()):
+def start(name, *arguments, ignored=(), imports=LIBRARIES):
     warnings = ["error", *(f"ignore::{category}" for category in ignored)]
-    return warm.start(EXAMPLES / name, *arguments, warnings=warnings, imports=LIBRARIES)
+    return warm.start(EXAMPLES / name, *arguments, warnings=warnings, imports=imports)
 
 
-def run(name, *arguments, ignored=()):
+def run(name, *arguments, **options):
     """A script that has ended well; warnings are errors, but for some categories, and none was logged."""
-    done = start(name, *arguments, ignored=ignored).done(timeout=600)
+    done = start(name, *arguments, **options).done(timeout=600)
     assert done.err == "", done.err
     return done
 

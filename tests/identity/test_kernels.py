@@ -16,6 +16,7 @@ from torchcache2.core.memory import as_words
 from torchcache2.identity import xxh3
 
 DIGESTS = Interpreted()
+pytestmark = [pytest.mark.slow, pytest.mark.cpu_only]
 SOAK = bool(os.environ.get("SOAK"))
 WIDTHS = [1, 2, 4, 8]
 
@@ -42,7 +43,6 @@ def contents(size):
     return torch.cat([random_bytes(2 * size, size).view(2, size), same, others])
 
 
-@pytest.mark.slow
 def test_sizes():
     """Around multiples of a stripe in two blocks, and of some numbers of blocks; of words of each width."""
     sizes = {241, *(n + d for n in (256, 960, 1024, 1280) for d in (-1, 0, 1))}
@@ -59,7 +59,6 @@ def test_short_rows_are_hashed_on_the_host():
     assert DIGESTS.of_items(random_bytes(480).view(2, 240)) is None
 
 
-@pytest.mark.slow
 @settings(max_examples=100 if SOAK else 15)
 @given(st.data())
 def test_a_batch_of_any_size_and_any_place_in_memory(data):
@@ -70,7 +69,6 @@ def test_a_batch_of_any_size_and_any_place_in_memory(data):
     check(memory[offset:].view(count, size))
 
 
-@pytest.mark.slow
 def test_the_kernels_are_compiled_for_gpus(tmp_path):
     environ = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
     del environ["TRITON_INTERPRET"]

@@ -19,6 +19,10 @@ from torchcache2.identity.encoding import tensor_digest
 from torchcache2.identity.items import item_keys
 from torchcache2.identity.tensors import TensorWatch
 
+pytestmark = [
+    pytest.mark.cpu_only,
+    pytest.mark.skipif(np.__version__ < "2", reason="Triton's interpreter does not work with it"),
+]
 NAMESPACE = bytes(range(16))
 
 

@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from tests.helpers.examples import run, size_of_plot, start
+from tests.helpers.examples import DIGITS, run, size_of_plot, start
 
 
 def epochs_of(text):
@@ -13,13 +13,13 @@ def epochs_of(text):
 
 def test_cached_dataset_decodes_each_image_once_and_not_again_in_a_second_run(tmp_path):
     arguments = ["--items", 16, "--cache-dir", tmp_path / "rows", "--plot", tmp_path / "epochs.png"]
-    done = run("cached_dataset.py", *arguments, "--epochs", 2)
+    done = run("cached_dataset.py", *arguments, "--epochs", 2, imports=DIGITS)
     assert "16 JPEG files of 768 x 768 pixels, 2 workers" in done.out
     assert epochs_of(done.out) == [(1, 16), (2, 0)]
     assert "all batches equal bit by bit, each epoch augmented anew" in done.out
     assert size_of_plot(tmp_path / "epochs.png")
 
-    again = run("cached_dataset.py", *arguments, "--epochs", 1)
+    again = run("cached_dataset.py", *arguments, "--epochs", 1, imports=DIGITS)
     assert epochs_of(again.out) == [(1, 0)]
 
 

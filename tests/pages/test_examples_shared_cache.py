@@ -2,11 +2,11 @@ import re
 
 import pytest
 
-from tests.helpers.examples import run
+from tests.helpers.examples import DIGITS, run
 
 
 def test_shared_cache_decodes_each_image_once():
-    done = run("shared_cache.py", "--items", 40, "--epochs", 2)
+    done = run("shared_cache.py", "--items", 40, "--epochs", 2, imports=DIGITS)
     assert "40 images, 40 of them with a slot; 2 workers" in done.out
     epochs = re.findall(r"^epoch (\d): (\d+) found, (\d+) decoded, [\d.]+ s$", done.out, re.MULTILINE)
     assert epochs == [("1", "0", "40"), ("2", "40", "0")]

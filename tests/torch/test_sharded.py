@@ -14,7 +14,10 @@ from torchcache2 import NotCachedError, torchcache
 from torchcache2.identity.obstacles import sharding
 
 # torch 2.4 says so whenever such tensors are made.
-pytestmark = pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support")
+pytestmark = [
+    pytest.mark.cpu_only,
+    pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support"),
+]
 
 try:
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor

@@ -15,6 +15,8 @@ from torch.utils import _pytree as pytree
 from tests.helpers.outputs import assert_same, bypasses, frozen, hits
 from torchcache2 import torchcache, uncache
 
+pytestmark = pytest.mark.cpu_only
+
 
 def fractions(*shape, seed):
     """Numbers with so few bits that sums of products are exact in float32, but not in less.
