@@ -7,6 +7,7 @@ import dataclasses
 import os
 import random
 import sys
+import threading
 import types
 
 import pytest
@@ -249,14 +250,16 @@ class Noting(nn.Module):
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_what_is_only_written_is_no_obstacle(name, load):
+def test_what_is_only_written_is_no_obstacle(name, monkeypatch, load):
+    # Beside other threads, such as a library's own, a probe puts back attributes of modules only.
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
     if name == "module":
         plain, model = Noting(), torchcache(Noting())
-        noted = model.report
+        wanted, noted = plain.report, model.report
     else:
         text = WRITER.format(**dict(zip(("held", "write", "noted"), WRITTEN[name], strict=True)))
         files = [load("writer", text) for _ in range(2)]
-        (plain, _), (model, noted) = (file.make() for file in files)
+        (plain, wanted), (model, noted) = (file.make() for file in files)
         model = torchcache(model)
     for x in (X, X + 1):
         before = copy.deepcopy(noted())
@@ -264,9 +267,8 @@ def test_what_is_only_written_is_no_obstacle(name, load):
         assert before != noted()
         assert torch.equal(model(x), x * 2)
     assert (stats(model).hits, stats(model).bypasses) == (8, {})
-    if name == "module":
-        assert model.calls == plain.calls, "what parts of a batch assign is put back"
-    else:
+    assert noted() == wanted(), "a probe leaves no trace"
+    if name != "module":
         files[1].SEEN.append(1)
         files[1].COUNTS["x"] += 1
         model(X)

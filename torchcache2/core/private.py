@@ -166,7 +166,7 @@ def _all_hooks() -> Iterator[dict[int, Any]]:
 GLOBAL_HOOKS = tuple(_all_hooks())  # hooks for every module
 parameters_of: Callable[[nn.Module], Mapping[str, Tensor | None]] = attrgetter(PARAMETERS)
 buffers_of: Callable[[nn.Module], Mapping[str, Tensor | None]] = attrgetter(BUFFERS)
-modules_of: Callable[[nn.Module], Mapping[str, nn.Module | None]] = attrgetter(MODULES)
+children_of: Callable[[nn.Module], Mapping[str, nn.Module | None]] = attrgetter(MODULES)
 
 BATCH_NORMS: Any = _first(
     "torch.nn.modules.batchnorm._BatchNorm",

@@ -29,7 +29,7 @@ from torchcache2.core.rows import Rows
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import is_out_of_memory
 from torchcache2.core.values import UnstorableError, has_attributes, leaves_of, mapped
-from torchcache2.decorator.bypass import Backoff, BypassError, not_stored, of_module
+from torchcache2.decorator.bypass import BypassError, not_stored, of_module
 from torchcache2.decorator.lazymodule import devices_apart, lazies_of, with_device_hint
 from torchcache2.decorator.probe import Probe, talks
 from torchcache2.decorator.tracing import Runner
@@ -42,7 +42,6 @@ from torchcache2.identity.arguments import BoundCall, Signature, argument_leaves
 from torchcache2.identity.encoding import digest
 from torchcache2.identity.items import item_keys
 from torchcache2.identity.namespace import NamespaceKeeper, Seen
-from torchcache2.identity.obstacles import modules_of
 
 _MOST_CONTEXTS = 1000  # contexts whose outputs' lists are known
 _MOST_KINDS = 10_000
@@ -59,12 +58,9 @@ class Known:
     ----------
     signature : Signature
         The signature of the plain method.
-    random : Backoff
-        Calls whose forward was random, or seemed to be, by `context`: never cached again. But with other
-        threads, one of them may have drawn the numbers: then caching is tried again after some calls.
-    left : dict
-        The generators' state after the last of these calls, by `context`. A forward that seeds a generator
-        leaves it in that state again, which hides its draws.
+    random : set
+        The contexts of calls whose forward was random, or seemed to be. They are not cached: a forward that
+        seeds a generator would leave it in the same state again, which hides its draws.
     shapes : dict
         The shapes of items' outputs, by group of keys, for calls without side effects; see
         `_shapes_of_items`.
@@ -74,8 +70,7 @@ class Known:
 
     def __init__(self, settings: CacheSettings, keeper: NamespaceKeeper, runner: Runner) -> None:
         self.settings, self.keeper, self.runner = settings, keeper, runner
-        self.random = Backoff(1, 4)
-        self.left: dict[bytes, RandomState] = {}
+        self.random = set[bytes]()
         self.shapes: dict[bytes, Shapes | None] = {}
         self.samples = Samples()
         self._lists: dict[bytes, dict[str, bool]] = {}
@@ -231,21 +226,23 @@ class Computation:
         except UnstorableError as error:
             self._refuse_part(f"an argument for a part of the batch is {error.what}")
         inputs, state = self._watched(args, kwargs, positions)
+        undo = self._undo(state)
         try:
             output = self.forward(args, kwargs)
         except Exception as error:
             if is_out_of_memory(error):  # the whole batch needs even more
                 raise
+            undo()
             failure = f"the forward of {count} of its {call.batch_size} items raises {shown(error)}"
             self._refuse_part(failure, cause="raises")
         stop = self._trace(inputs, state, output)
         if stop is not None:
-            if stop.reason == "random" and threading.active_count() == 1:
-                state.restore()
+            undo()
             raise NotStoredError(stop.reason, stop.text, self.forward(call.args, call.kwargs))
         output = self._with_lists(output, positions)
         shapes = self._shapes_of_items(output, count)
         if self._has_other_shape(shapes):
+            undo()
             text, whole = self._shapes_text(shapes), self._whole()
             if self._shapes_of_items(whole, call.batch_size) != shapes:
                 raise not_stored("batch", whole, text, cause="shape")
@@ -254,7 +251,7 @@ class Computation:
         return output
 
     def _refuse_part(self, why: str, *, cause: str = "") -> NoReturn:
-        """Raise `NotStoredError` with the whole batch's output; if that raises, as without a cache."""
+        """Raise `NotStoredError` with the whole batch's output; or what the forward raises for that."""
         raise not_stored("batch", self.forward(self.call.args, self.call.kwargs), why, cause=cause) from None
 
     def _watched(
@@ -263,6 +260,19 @@ class Computation:
         """The state of arguments and random generators before a forward."""
         inputs = Inputs(self.call, args, kwargs, positions, self.known.signature.bind, self._key_bytes)
         return inputs, RandomState(self.keeper.generators)
+
+    def _undo(self, state: RandomState) -> Callable[..., None]:
+        """What restores the state of the module, of objects among the arguments, and of random generators."""
+        undos = [self.keeper.undo(self.seen, self.root)]
+        undos += [one.keeper.undo(one.seen, one.value) for one in self.call.objects]
+
+        def undo(*, all_of_it: bool = True) -> None:
+            for one in undos:
+                one(all_of_it=all_of_it)
+            if threading.active_count() == 1 and state.moved():  # else another thread may have drawn
+                state.restore()
+
+        return undo
 
     def _key_bytes(self, call: BoundCall) -> Bytes2D:
         return self.known.keys(self.seen.namespace, call).data
@@ -300,18 +310,14 @@ class Computation:
         return BypassError.all_of(found) if found else None
 
     def _is_random(self, state: RandomState) -> bool:
-        """Whether the forward draws random numbers, which has moved the generators from `state`."""
-        context, left = self.context, self.known.left
+        """Whether random numbers were drawn since `state`."""
         if not state.moved():
-            if context not in self.random:
-                return False
-            if context in left and not state.equals(left[context]):  # it does not just seed them again
-                self.random.clear(context)
-                return False
-        if len(left) >= _MOST_CONTEXTS:
-            left.clear()
-        left[context] = RandomState(self.keeper.generators)
-        self.random.add(context, "random", is_final=threading.active_count() == 1)
+            return False
+        # If such calls have drawn none before, another thread may have done it.
+        if threading.active_count() == 1 or self.keys.group not in self.known.shapes:
+            if len(self.random) >= _MOST_CONTEXTS:
+                self.random.clear()
+            self.random.add(self.context)
         return True
 
     def _look_at_loaded(self) -> list[BypassError]:
@@ -354,20 +360,14 @@ class Computation:
         self.checks.is_conclusive = probe.is_conclusive
 
     def _alone(self, part: Sequence[int], aligned: bool) -> Any:
-        """The output of some items, computed by themselves."""
-        restore, is_grad = _attributes_of(self.root, *self.call.objects), torch.is_grad_enabled()
-        state = RandomState(self.keeper.generators)
+        """The output of some items, computed by themselves; undoes side effects."""
+        undo = self._undo(RandomState(self.keeper.generators))
         try:
             positions = torch.tensor(part, dtype=torch.int64, device="cpu")
             args = self.call.take(positions, aligned=aligned)
             return computed_again(self.forward, *args)
         finally:
-            # The forward has just run for the whole batch, and changed at most what it never reads: what
-            # the caller reads there belongs to the whole batch.
-            restore()
-            torch.set_grad_enabled(is_grad)
-            if threading.active_count() == 1:  # else another thread may have drawn
-                state.restore()
+            undo(all_of_it=threading.active_count() == 1)  # other threads may have changed the rest meanwhile
 
     def _remember(self, shapes: Shapes | None) -> None:
         """Record that such calls have no side effects."""
@@ -430,22 +430,6 @@ def _storage(tensor: Tensor) -> int:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):  # a subclass or layout without storage
         return 0
-
-
-def _attributes_of(root: Any, *objects: Any) -> Callable[[], None]:
-    """Returns what gives an object, and the modules in it, the attributes back that they have now."""
-    owners = [one for value in (root, *objects) for one in (value, *modules_of(value))]
-    before = [(vars(one), dict(vars(one))) for one in owners if hasattr(one, "__dict__")]
-
-    def restore() -> None:
-        for fields, values in before:  # in small steps, as other threads may use them
-            for name in fields.keys() - values.keys():
-                fields.pop(name, None)
-            for name, value in values.items():
-                if fields.get(name, fields) is not value:
-                    fields[name] = value
-
-    return restore
 
 
 def _copied(leaf: Any) -> Any:

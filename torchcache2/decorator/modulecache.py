@@ -391,7 +391,7 @@ class ModuleCache:
         except BypassError as stop:
             self._step_aside(stop, len(computation.keys), lambda: glance(root, args, kwargs))
         except NotStoredError as stop:
-            is_final = stop.reason != "random" or self._known.random.is_final(computation.context)
+            is_final = stop.reason != "random" or computation.context in self._known.random
             aside = BypassError.of(stop, is_final=is_final)
             self._step_aside(aside, len(computation.keys), lambda: glance(root, args, kwargs))
             return stop.output
@@ -472,9 +472,8 @@ class ModuleCache:
             return self._computation(root, forward, args, kwargs)
         is_alike = len(self._calls) > 0 and self._calls[-1].group == keys.group
         self._calls.append(self._calls[-1] if is_alike else CallSeen.of(keys, call))
-        if known.random and known.random.reason(context := known.context(seen.namespace, call)):
-            is_final = known.random.is_final(context)
-            raise BypassError.because("random", "its output was random before", is_final=is_final)
+        if known.random and known.context(seen.namespace, call) in known.random:
+            raise BypassError.because("random", "its output was random before")
         checks = Checks()
         if self.settings.probe:
             kind = self._probes.kind(keys.group, self.fingerprint, call, self._probed_before, self.method)

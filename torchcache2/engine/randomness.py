@@ -28,10 +28,6 @@ class RandomState:
             tensors[: len(before)] != before or others != others_before or any(any(s[8:]) for s in new)
         )
 
-    def equals(self, other: RandomState) -> bool:
-        """Whether the generators' state was the same then."""
-        return bool(self._state[0] == other._state[0])
-
     def restore(self) -> None:
         """Restore the generators' state."""
         _, cpu, cuda, numbers, numpy_state, others = self._state

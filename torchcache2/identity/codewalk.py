@@ -104,8 +104,11 @@ class CodeWalk(Encoder):
         self.dicts: list[Collection[Any]] = []  # compared by number of elements, as new ones count
         # Functions that read a tuple from an object, compared by identity.
         self.reads: list[tuple[Callable[[Any], tuple[Any, ...]], Any]] = []
-        self.assigned: set[str] = set()  # names of what code only writes, which is not in the key
-        self.written: list[tuple[str, Any]] = []  # the containers among these
+        # What code only writes: it is not in the key, but `Undo` restores it.
+        self.written: list[tuple[str, Any]] = []  # containers
+        self.written_scopes: list[tuple[Mapping[str, Any], str]] = []
+        self.written_cells: list[types.CellType] = []
+        self.assigned: set[str] = set()  # names of all of these
         self.uses = UseTable()
         self.in_hook = False  # values that hooks only write count, as others may read them
         self.origins = sourcecode.Origins()
@@ -519,6 +522,7 @@ class CodeWalk(Encoder):
                 continue
             is_left_out = uses is not None and self._only_writes(uses, name, value)
             if is_left_out and name in uses.assigned:  # type: ignore[union-attr]
+                self.written_cells.append(cell)
                 continue
             self.cells.append((cell, value))
             read = [(value, name)] if uses is None else self.read_of(uses, name, value, name)
@@ -554,6 +558,7 @@ class CodeWalk(Encoder):
             return None
         is_left_out = self._only_writes(uses, name, value)
         if is_left_out and name in uses.assigned:
+            self.written_scopes.append((scope, name))
             return None
         self.scopes.append((scope, name, None if value is _MISSING else value))
         if is_left_out:

@@ -1,4 +1,4 @@
-"""`Guard` notices changes of code, modules and containers since a walk.
+"""`Guard` notices changes of code, modules and containers since a walk; `Undo` reverts them.
 
 Attributes, submodules, hooks, globals and closures are compared by identity, in flat lists that C functions
 iterate over. So are the elements of containers, except plain values (by type and value) and nested containers
@@ -8,18 +8,23 @@ every call compares the sizes, and the ends of arrays.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from array import array
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from gc import get_referents
 from itertools import accumulate, chain, islice
 from operator import getitem, is_, itemgetter
+from types import CellType
 from typing import Any
 
 import numpy as np
-from torch import nn
+import torch
+from torch import Tensor, nn
 from xxhash import xxh3_128_digest
 
+from torchcache2.core.memory import as_bytes
 from torchcache2.core.private import BUFFERS, GLOBAL_HOOKS, HOOKS, MODULES, PARAMETERS, PRE_HOOKS
 from torchcache2.identity.marks import is_method
 
@@ -30,6 +35,7 @@ _DICTS = (PARAMETERS, BUFFERS, MODULES, PRE_HOOKS, HOOKS)  # of every module
 _SMALL, _ALL_SMALL, _LARGE = 13_600, 400_000, 1_050_000
 _ELEMENT, _EMPTY = 200, 800  # comparing an element, or a container, takes as long as so many bytes
 _MOST_LARGE, _MOST_SIZED = 400, 100
+_MOST_COPIED = 1_000_000  # elements
 _ENDS = 32  # elements at each end of a container that is too large to be compared whole
 
 _MAPPINGS = (dict, OrderedDict, defaultdict)
@@ -78,6 +84,10 @@ class Guard:
         self._cells = [cell for cell, _ in walk.cells]
         self._reads = walk.reads
         read = [*walk.containers.values()]
+        # State that a forward may change, for `Undo`.
+        self.containers = [container for container, _, _ in read] + [one for _, one in walk.written]
+        self.scopes = self._scopes + walk.written_scopes
+        self.cells = self._cells + walk.written_cells
         self._before = read
         self._watch_containers([container for container, _, _ in read])
         # `get_referents` is five times faster for dicts, but may leave out values of some.
@@ -201,6 +211,56 @@ class Guard:
         ]
 
 
+class Undo:
+    """Remembers attributes of `owners`, what a `Guard` watches, small tensors and grad mode, to restore them.
+
+    A forward that runs for a part of a batch may change state that its call must find, or leave, unchanged.
+    """
+
+    def __init__(self, guard: Guard | None, owners: Iterable[Any], tensors: Iterable[Tensor] = ()) -> None:
+        self._grad = torch.is_grad_enabled()
+        self._tensors = [(tensor, tensor.clone()) for tensor in tensors]
+        fields = list(map(vars, owners))
+        fields += [own[name] for own in fields for name in _DICTS if type(own.get(name)) in _MAPPINGS]
+        self._fields = [(own, dict(own)) for own in fields]
+        self._contents: list[tuple[Any, Any]] = []
+        self._variables: list[tuple[Any, str, Any]] = []
+        if guard is not None:
+            sizes = accumulate(map(size_of, guard.containers))
+            few = [one for one, size in zip(guard.containers, sizes, strict=True) if size <= _MOST_COPIED]
+            self._contents = [(one, _copied(one)) for one in few]
+            for scope, name in guard.scopes:
+                if type(scope) is dict:
+                    self._variables.append((scope, name, scope.get(name, _MISSING)))
+            for cell in guard.cells:
+                with contextlib.suppress(ValueError):  # empty cell
+                    self._variables.append((cell, "cell_contents", cell.cell_contents))
+
+    def __call__(self, *, all_of_it: bool = True) -> None:
+        """Restore everything, in small steps, as other threads may use these objects.
+
+        Without `all_of_it`, restore only the attributes of objects and this thread's grad mode.
+        """
+        for fields, before in self._fields:
+            _restore_fields(fields, before)
+        torch.set_grad_enabled(self._grad)
+        if not all_of_it:
+            return
+        for tensor, data in self._tensors:
+            if not _is_same(tensor, data):
+                with torch.inference_mode():  # buffers made in this mode can only be written in it
+                    tensor.copy_(data)
+        for scope, name, value in self._variables:
+            if isinstance(scope, CellType):
+                setattr(scope, name, value)
+            elif value is _MISSING:
+                scope.pop(name, None)
+            elif scope.get(name, _MISSING) is not value:
+                scope[name] = value
+        for container, before in self._contents:
+            _restore(container, before)
+
+
 def _identities(objects: list[Any]) -> bytes:
     """The addresses of objects, which identify them as long as they are alive."""
     return np.fromiter(objects, object, len(objects)).tobytes()
@@ -288,3 +348,58 @@ def _is_like(left: Any, right: Any) -> bool:
     if kind is not type(right):
         return False
     return left == right if kind in _EXACT else kind in _PRINTED and repr(left) == repr(right)
+
+
+def _copied(container: Any) -> Any:
+    """A copy of the content of a container, for `_restore`; None if it is empty."""
+    kind = _kind(container)
+    if size_of(container) == 0:
+        return None
+    if kind is None or kind is np.ndarray:
+        return copy.copy(container)
+    parts = _elements(container, kind)
+    return dict(zip(*parts, strict=True)) if issubclass(kind, dict) else [*parts[0]]
+
+
+def _restore(container: Any, before: Any) -> None:
+    """Restore the content of a container if it has changed, bypassing a subclass's own methods."""
+    kind = _kind(container)
+    if type(container) in _KINDS and not container and not before:
+        return
+    if isinstance(container, np.ndarray):
+        if before is not None and _bytes(container) != _bytes(before):
+            container[...] = before
+    elif kind is None:
+        container[:] = container[:0] if before is None else before
+    elif issubclass(kind, dict):
+        _restore_fields(container, before or {})
+        if [*kind.__iter__(container)] != [*(before or ())]:
+            for name in before:
+                kind.__setitem__(container, name, kind.pop(container, name))  # to the end
+    else:
+        now, before = [*kind.__iter__(container)], before or []
+        if len(now) == len(before) and all(map(is_, now, before)):
+            return
+        if kind is list:
+            list.__setitem__(container, slice(None), before)
+        else:
+            kind.clear(container)
+            (kind.update if kind is set else kind.extend)(container, before)
+
+
+def _restore_fields(fields: Any, before: dict[Any, Any]) -> None:
+    """Give names their former values."""
+    kind = _kind(fields)
+    now = fields if kind is type(fields) else dict(zip(*_elements(fields, kind), strict=True))
+    for name in now.keys() - before.keys():
+        kind.pop(fields, name, None)
+    for name, value in before.items():
+        if now.get(name, _MISSING) is not value:
+            kind.__setitem__(fields, name, value)
+
+
+def _is_same(tensor: Tensor, before: Tensor) -> bool:
+    try:
+        return torch.equal(as_bytes(tensor[None]), as_bytes(before[None]))
+    except (NotImplementedError, RuntimeError):  # the tensor is sparse, or has no data
+        return True

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from torchcache2.core.logs import ToldOnce, listed, logger
-from torchcache2.core.private import autocast_keeps_weights, modules_of
+from torchcache2.core.private import autocast_keeps_weights, children_of
 from torchcache2.core.process import ProcessLock
 from torchcache2.core.settings import CacheSettings
 from torchcache2.identity.encoding import digest, texts_of
 from torchcache2.identity.fingerprint import Fingerprint, changes, of_root
-from torchcache2.identity.guard import Guard
+from torchcache2.identity.guard import Guard, Undo
 from torchcache2.identity.marks import original
 from torchcache2.identity.obstacles import ShardedError, UnsteadyLayer, sharding, unseeded_draws, unsteady
 from torchcache2.identity.sourcecode import CompiledTexts
@@ -185,6 +185,15 @@ class NamespaceKeeper:
                 found |= changes(earlier, before, {}, module)
             return _told(found or {"the module changed": ""})
 
+    def undo(self, seen: Seen, root: Any) -> Undo:
+        """What restores the state as it is now."""
+        with self._lock():
+            owners = [
+                *(self._guard.modules if self._guard else ()),
+                *([root] if _owner(root) is root else []),
+            ]
+            return Undo(self._guard, owners, seen.tensors.small_buffers())
+
     def distrust_tensors(self) -> None:
         """Read the tensors again next time: an optimizer may change them without their version counters."""
         with self._lock():
@@ -250,7 +259,7 @@ class NamespaceKeeper:
         self._facts = Facts(
             self._tensors.has_lazy,
             self._tensors.is_blind and self._settings.persistent_module_hash is None,
-            any("parametrizations" in modules_of(part) for part in parts),
+            any("parametrizations" in children_of(part) for part in parts),
             next(filter(None, map(unsteady, parts)), None),
             walk.names_grad,
             not_imported=min(walk.not_imported - self._awaited, default=""),

@@ -288,6 +288,11 @@ class TensorWatch:
         self._heads, self._wholes, self._known, self._state, self._arriving = [], [], {}, None, None
         self._scan = _Scan()
 
+    def small_buffers(self) -> list[Tensor]:
+        """Tensors that a forward may write to and that are cheap to copy."""
+        buffers = [tensor for tensor in self.tensors if type(tensor) is not nn.Parameter]
+        return buffers if sum(tensor.nbytes for tensor in buffers) <= _COPIED else []
+
     def _look(self) -> list[list[Any]]:
         try:
             pointers = list(map(Tensor.data_ptr, self.tensors))

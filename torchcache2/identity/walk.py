@@ -72,7 +72,8 @@ _MOST_NOTES = 500
 _MOST_TOLD = 256  # elements of a C object's reported values, or bytes of an array among them
 _HOOK_FLAGS = ("with_kwargs", "always_called")
 _WATCHED = (  # what `Guard` and `NamespaceKeeper` use of a walk: lists that can be joined
-    *("modules", "scopes", "cells", "reads", "dicts", "written", "generators", "lazies"),
+    *("modules", "scopes", "cells", "reads", "dicts", "written", "written_scopes", "written_cells"),
+    *("generators", "lazies"),
 )
 _LOGGER_FIELDS = frozenset(vars(logging.Logger(""))) | {"manager"}
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -452,7 +453,7 @@ class Walk(CodeWalk):
             for name, tensor in [*private.parameters_of(module).items(), *private.buffers_of(module).items()]:
                 if tensor is not None and not self.ignores(tensor, f"{where}{name}"):
                     self.parts[f"tensor {where}{name}"] = self.encode(tensor, f"{where}{name}")
-            children = self.without_ignored(private.modules_of(module), where)
+            children = self.without_ignored(private.children_of(module), where)
         for name, child in children.items():
             if child is not None:
                 self.parts[f"child {where}{name}"] = self.module(child, f"{where}{name}")
