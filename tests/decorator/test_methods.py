@@ -993,6 +993,16 @@ def test_a_shallow_copy_computes_with_what_it_has(x, kind):
     assert torch.equal(twin.encode(x), other.encode(x)) and cached.encode.__self__ is cached
 
 
+class Global(Pipeline):
+    def __reduce__(self):
+        return "GLOBAL"
+
+
+def test_an_object_that_pickles_as_a_name_is_its_own_shallow_copy(x):
+    pipeline = torchcache(Global(), methods="encode")
+    assert copy.copy(pipeline) is pipeline
+
+
 def test_a_shallow_copy_of_a_module_computes_with_what_it_has(x):
     clip = torchcache(frozen(Clip()))
     twin = copy.copy(clip)  # before the first call, while its other methods are watched

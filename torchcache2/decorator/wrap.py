@@ -646,6 +646,8 @@ def _patch_copy(kind: Any) -> None:
 
     def copied(obj: Any) -> Any:
         twin = copy.copy(_Reduced(obj)) if own is None else own(obj)
+        if isinstance(twin, _Reduced):  # the name of a global object
+            return obj
         memo = {id(obj): twin}
         for name, method in [*getattr(twin, "__dict__", {}).items()]:
             if is_method(method) and name == method.__name__:
