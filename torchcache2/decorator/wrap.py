@@ -413,8 +413,8 @@ class CachedMethod:
         return type(self)(obj, self.__name__, own, cache, self._held is not None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        state = type(self), self._object(), self.__name__, self.own, self.cache, self._held is not None
-        return _load_instance, state
+        flags = self._held is not None, isinstance(self, _WatchedMethod)
+        return _load_instance, (self._object(), self.__name__, self.own, self.cache, *flags)
 
 
 setattr(CachedMethod, ADDED_ATTRIBUTE, METHOD)
@@ -527,18 +527,13 @@ def _evaluates(method: Callable[..., Any], name: str) -> bool:
 
 
 def _load_instance(
-    kind: type[CachedMethod],
-    obj: Any,
-    name: str,
-    own: Callable[..., Any] | None,
-    cache: ModuleCache,
-    holds: bool,
+    obj: Any, name: str, own: Callable[..., Any] | None, cache: ModuleCache, holds: bool, is_watched: bool
 ) -> CachedMethod:
-    if kind is CachedMethod:
-        cache.bind(obj, own or _original_method(obj, name), name)
-    if kind is _WatchedMethod:
+    if is_watched:
         cache.on_first_call = _unwatch
-    return kind(obj, name, own, cache, holds)
+        return _WatchedMethod(obj, name, own, cache, holds)
+    cache.bind(obj, own or _original_method(obj, name), name)
+    return CachedMethod(obj, name, own, cache, holds)
 
 
 _load_instance.__module__ = "torchcache2"  # the path that pickles name, wherever this file is
