@@ -1,1 +1,3 @@
-"""The common terms of all rooms: rows, keys, options, locks, logs, errors."""
+"""The common terms of all rooms."""
+
+__version__ = "0.1.0"

@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils.data import Dataset
 from xxhash import xxh3_128_digest
 
+from torchcache2.core import __version__
 from torchcache2.core.keys import Keys, int_keys
-from torchcache2.core.version import __version__
 from torchcache2.datasets.options import check
 from torchcache2.engine.cache import now as time_now
 from torchcache2.engine.randomness import state_of

@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchcache2.core import __version__
 from torchcache2.core.errors import OptionError, OutputError
 from torchcache2.core.keys import Keys, Positions
 from torchcache2.core.logs import ToldOnce, logger, shown
 from torchcache2.core.rows import Parts, Rows
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import is_out_of_memory, size_text
-from torchcache2.core.version import __version__
 from torchcache2.engine.batch import (
     Batch,
     FunctionSource,

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from torchcache2.core import __version__
 from torchcache2.core.keys import Keys
 from torchcache2.core.process import ProcessLock
 from torchcache2.core.rows import Rows, Schema
 from torchcache2.core.settings import Policy
-from torchcache2.core.version import __version__
 from torchcache2.files.codec import Codec
 from torchcache2.files.directory import MIRROR, CacheDirectory
 from torchcache2.files.filesystem import StrangeFileError, is_read_only, ulid
