@@ -1,3 +1,1 @@
-"""The common terms of all rooms."""
-
-__version__ = "0.1.0"
+"""The common terms of all rooms: rows, keys, options, locks, logs, errors."""

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchcache2.core import __version__
 from torchcache2.core.errors import OptionError, OutputError
 from torchcache2.core.keys import Keys, Positions
 from torchcache2.core.logs import ToldOnce, logger, shown
@@ -47,7 +46,7 @@ from torchcache2.engine.stack import Describer, TierStack
 from torchcache2.engine.stats import CacheStats, Counters
 from torchcache2.engine.values.outputs import found, joined, stored
 from torchcache2.engine.verify import differences
-from torchcache2.identity.marks import ADDED_ATTRIBUTE
+from torchcache2.identity.marks import ADDED_ATTRIBUTE, __version__
 from torchcache2.tiers.base import Claim
 
 _CPU = torch.device("cpu")

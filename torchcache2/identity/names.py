@@ -1,8 +1,8 @@
 """How code uses names: which it names, and what it reads from each variable and attribute, or only writes.
 
 Bytecode tells the globals with their attributes, the imports, and what cannot be followed. Source tells what
-is read: a counter, a list that is only appended to, or an attention map kept for a plot changes no output, and
-of a configuration only fields that code reads count. Attributes are identified by name alone, whatever their
+is read: a counter, a list that is only appended to, or an attention map kept for a plot changes no output.
+Of a configuration, only fields that code reads count. Attributes are identified by name alone, whatever their
 object, as an object may be reached under many names.
 """
 

@@ -18,10 +18,10 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 
-from torchcache2.core import __version__
 from torchcache2.core.process import AtExit, ray_job
 from torchcache2.files.filesystem import Descriptor, FileSystem
 from torchcache2.identity.encoding import digest
+from torchcache2.identity.marks import __version__
 from torchcache2.tiers.shared.region import start_time
 
 JOB = "TORCHCACHE_JOB"

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from torchcache2.core import __version__
 from torchcache2.core.keys import Keys
 from torchcache2.core.process import ProcessLock
 from torchcache2.core.rows import Rows, Schema
@@ -26,6 +25,7 @@ from torchcache2.files.layout import HEAD, SEGMENT
 from torchcache2.files.removal import Allowance, Removal, room_after, used_bytes
 from torchcache2.files.run import is_due, write_runs
 from torchcache2.files.segment import Encoded, Segment, encode, write
+from torchcache2.identity.marks import __version__
 from torchcache2.tiers.bucket.source import BucketSource
 from torchcache2.tiers.disk.health import Health
 from torchcache2.tiers.disk.index import NamespaceIndex, TierIndex
