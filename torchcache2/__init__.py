@@ -4,7 +4,7 @@ import typing as _typing
 
 from torchcache2.core.logs import logger as _logger
 from torchcache2.core.logs import set_logger_config
-from torchcache2.core.version import __version__
+from torchcache2.identity.marks import __version__
 
 if _typing.TYPE_CHECKING:
     from torchcache2.core.errors import (
@@ -15,7 +15,6 @@ if _typing.TYPE_CHECKING:
         NotCachedError,
         OptionError,
         OutputError,
-        RankError,
         TorchcacheError,
         UnhashableArgumentError,
     )
@@ -31,9 +30,8 @@ if _typing.TYPE_CHECKING:
     from torchcache2.decorator.modulecache import ModuleCache
     from torchcache2.decorator.torchcache import cache_of, torchcache, uncache
     from torchcache2.engine.cache import Cache
-    from torchcache2.engine.estimate import Estimate
-    from torchcache2.engine.progress import WarmupStats
     from torchcache2.engine.stats import CacheStats
+    from torchcache2.engine.warmup import Estimate, WarmupStats
 
 __all__ = [
     "Cache",
@@ -55,7 +53,6 @@ __all__ = [
     "NotCachedError",
     "OptionError",
     "OutputError",
-    "RankError",
     "SharedCache",
     "TorchcacheError",
     "UnhashableArgumentError",
@@ -80,13 +77,13 @@ _FILES = {
     "CachedDataset": "datasets.cached",
     "CachedStream": "datasets.keyed",
     "DatasetStats": "datasets.tally",
-    "Estimate": "engine.estimate",
+    "Estimate": "engine.warmup",
     "Keys": "core.keys",
     "LazyModule": "decorator.lazymodule",
     "LazyShardDataset": "datasets.shards",
     "ModuleCache": "decorator.modulecache",
     "SharedCache": "datasets.slots",
-    "WarmupStats": "engine.progress",
+    "WarmupStats": "engine.warmup",
     "cache_of": "decorator.torchcache",
     "get_shm_size": "datasets.slots",
     "register_value": "core.values",

@@ -70,8 +70,7 @@ WRONG = [
     ("local_dir", ["/tmp/rows"], "as only a bucket has this"),  # more of these three in test_buckets
     ("storage_options", [{}, {"key": "me"}], "as only a bucket has this"),
     ("remote_size", [1, "2TB"], "as only a bucket has this"),
-    ("distributed", [None, "on", True, 2, ["node"]], "'auto', 'off', 'node' or 'collective'"),
-    ("process_group", [5, len], "None, as only distributed='collective' has one"),
+    ("distributed", [None, "on", True, 2, ["node"], "collective"], "'auto', 'off' or 'node'; ranks of"),
     ("verify", [None, "0.1", True, -0.1, 1.1, float("nan"), 2, [0.5]], "a share of hits from 0.0 to 1.0"),
 ]
 WRONG_CASES = [(option, value, expected) for option, values, expected in WRONG for value in values]
@@ -153,7 +152,6 @@ def test_every_option_has_its_documented_default():
         "miss_batch": "exact",
         "verify": 0.0,
         "distributed": "auto",
-        "process_group": None,
         "claims": True,
         "local_dir": None,
         "storage_options": None,

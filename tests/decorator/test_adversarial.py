@@ -18,7 +18,6 @@ from torchcache2.tiers.memory import tier as memory
 SOAK = bool(os.environ.get("SOAK"))
 
 NESTED = "ignore:The PyTorch API of nested tensors"
-TRACED = "ignore:.*torch.jit"
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(5))
 Y = torch.randn(4, 3, generator=torch.Generator().manual_seed(6))
 
@@ -439,14 +438,11 @@ def test_nested_tensors_and_their_gradients(layout):
     assert trained.cache_instance.stats().bypasses == {"grad": 2}
 
 
-@pytest.mark.filterwarnings(TRACED)
-@pytest.mark.parametrize(
-    ("make", "is_child"), [(torch.jit.script, True), (with_compile, True), (with_compile, False)]
-)
-def test_scripted_and_compiled_modules(make, is_child):
+@pytest.mark.parametrize("is_child", [True, False])
+def test_compiled_modules(is_child):
     inner = nn.Sequential(nn.Linear(3, 3)).eval().requires_grad_(False)
     weight = inner[0].weight
-    converted = make(inner)
+    converted = with_compile(inner)
     model = torchcache(nn.Sequential(nn.Identity(), converted) if is_child else converted)
     for _ in range(3):
         torch.testing.assert_close(model(X), inner(X))

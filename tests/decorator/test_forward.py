@@ -570,6 +570,7 @@ def test_a_number_that_another_thread_may_have_drawn_is_forgiven(idle_thread):
         return x * 2
 
     x = torch.arange(8.0).view(4, 2)
+    function(x)
     function(torch.full((4, 2), 99.0))
     before = states()
     for _ in range(8):
@@ -577,7 +578,7 @@ def test_a_number_that_another_thread_may_have_drawn_is_forgiven(idle_thread):
         assert torch.equal(function(x[:2]), x[:2] * 2)
     assert states() == before
     stats = function.cache_instance.stats()
-    assert stats.bypasses["random"] <= 4 + 4 * 4 and stats.hits >= 4 * 4
+    assert stats.bypasses == {"random": 4} and stats.hits == 8 * 6
 
 
 @pytest.mark.parametrize("seeded", [True, False])

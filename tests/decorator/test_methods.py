@@ -992,6 +992,16 @@ def test_a_shallow_copy_computes_with_what_it_has(x, kind):
     assert torch.equal(twin.encode(x), other.encode(x)) and cached.encode.__self__ is cached
 
 
+class Global(Pipeline):
+    def __reduce__(self):
+        return "GLOBAL"
+
+
+def test_an_object_that_pickles_as_a_name_is_its_own_shallow_copy(x):
+    pipeline = torchcache(Global(), methods="encode")
+    assert copy.copy(pipeline) is pipeline
+
+
 def test_a_shallow_copy_of_a_module_computes_with_what_it_has(x):
     clip = torchcache(frozen(Clip()))
     twin = copy.copy(clip)  # before the first call, while its other methods are watched
@@ -1032,15 +1042,18 @@ def test_compiled_around(make, x):
     torch.compiler.reset()
 
 
-def test_replicas_have_the_methods_of_their_module(x):
+@pytest.mark.parametrize("make", MAKERS.values())
+def test_replicas_have_methods_of_their_own(make, x, log):
     model = torchcache(clip(), methods=("encode_image",))
-    model.encode_image(x)
     replica = model._replicate_for_data_parallel()
     assert replica.encode_image.__self__ is replica
-    assert torch.equal(replica.encode_image(x), model.encode_image(x))
-    watched = torchcache(frozen(Vae()))
+    assert torch.equal(replica.encode_image(x), model.encode_image(x)) and calls(model) == (0, 5)
+    watched = make()
     replica = watched._replicate_for_data_parallel()
-    assert replica.encode.__self__ is replica and "encode" not in vars(replica)
+    assert replica.encode.__self__ is replica
+    assert torch.equal(replica(x), watched.fc(x) * 2)
+    cache_of(watched).stats()
+    assert missed(log) == []
 
 
 @pytest.fixture

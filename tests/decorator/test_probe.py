@@ -324,6 +324,66 @@ def test_a_variable_of_a_closure_that_is_set_for_a_size_is_put_back(monkeypatch)
         assert size == 6
 
 
+class Sized(nn.Module):
+    """Keeps what is as long as the last batch, which another method reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.arange(6.0)[:, None])
+        self.kept = {"length": 6}
+
+    def forward(self, x):
+        if len(self.table) != len(x):
+            self.table = torch.arange(float(len(x)))[:, None]
+        self.kept["length"] = len(x)
+        return x * 2 + self.table * 0
+
+    def decode(self, z):
+        return z + self.table
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_what_a_part_replaced_in_a_module_is_put_back(threads, monkeypatch):
+    monkeypatch.setattr(threading, "active_count", lambda: threads)
+    whole, inside = torchcache(Sized()), Sized()
+    function = torchcache(lambda net, x: net(x))
+    for _ in range(3):
+        assert torch.equal(whole(X), X * 2) and torch.equal(function(inside, X), X * 2)
+        assert len(whole.decode(X)) == len(inside.decode(X)) == 6
+        assert threads > 1 or whole.kept == inside.kept == {"length": 6}
+    assert function.cache_instance.stats().hits >= 6
+
+
+class Overflow(nn.Module):
+    """Counts large items, and computes with that number."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+        self.count, self.large = 0, []
+
+    def forward(self, x):
+        if (x > 50).any():
+            self.count += 1
+            self.seen += 1
+            self.large.append(1)
+        if (x > 90).any() and len(x) < 4:
+            torch.set_grad_enabled(True)
+            raise ValueError("not these alone")
+        return x * (1 + self.count + self.seen + len(self.large))
+
+
+@torch.no_grad()
+def test_a_part_that_changes_state_or_raises_does_so_once():
+    plain, module = Overflow(), torchcache(Overflow(), probe=False)
+    first = torch.arange(8.0).view(4, 2)
+    for items in (first, first + 10, torch.tensor([60.0, 60, 61, 62])[:, None] + first[:1], first + 20):
+        assert torch.equal(module(items), plain(items))
+    items = torch.tensor([95.0, 95, 95, 2])[:, None] + first[:1]
+    assert torch.equal(module(items), plain(items)) and not torch.is_grad_enabled()
+    assert (module.count, module.large, module.seen) == (plain.count, plain.large, plain.seen)
+
+
 def test_grad_mode_after_a_part_that_raises():
     @torchcache
     def even(x):

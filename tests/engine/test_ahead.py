@@ -439,10 +439,3 @@ def test_a_process_ends_although_a_loop_was_not_left(path):
     run = subprocess.run([sys.executable, "-c", SCRIPT, str(path)], capture_output=True, timeout=120)
     assert (run.returncode, run.stdout) == (0, b"done\n"), run.stderr
     assert time.monotonic() - start < 60
-
-
-def test_ranks_in_step_read_nothing_ahead_and_say_so(path, log):
-    net = torchcache(distributed="collective", persistent_cache_dir=path)(frozen(Net()))
-    assert epoch(net, net.cache_instance.ahead(loader())) == LABELS.tolist()
-    (warning,) = warnings_in(log)
-    assert "ranks that call in step" in warning and not threads()

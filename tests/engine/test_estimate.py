@@ -10,7 +10,7 @@ from torch.utils import data
 
 from tests.helpers.outputs import frozen, warnings_in
 from torchcache2 import CachedDataset, NotCachedError, OptionError, torchcache
-from torchcache2.engine import estimate as estimates
+from torchcache2.engine import warmup as estimates
 
 ITEMS = data.TensorDataset(torch.randn(3000, 16), torch.arange(3000))
 

@@ -16,7 +16,6 @@ from torchcache2.decorator import forward
 from torchcache2.decorator.forward import Computation
 from torchcache2.engine.running import Forward, device_of, is_of_forward
 from torchcache2.identity.arguments import BoundCall
-from torchcache2.tiers.base import replicas_of
 from torchcache2.tiers.memory import arena
 from torchcache2.tiers.memory.tier import MemoryTier
 
@@ -283,15 +282,6 @@ def test_growth_that_finds_no_memory_for_one_leaf_takes_none_for_another(monkeyp
         assert tier.put(keys_of(range(3, 6)), rows) == 0
     assert tier.stats().bytes == before
     assert tier.put(keys_of(range(3, 6)), rows) == 3
-
-
-def test_replicas_have_room_again_when_rows_were_given_back():
-    tier = MemoryTier(50_000)
-    assert 0 < put_away(tier, range(1000)) < 1000
-    replica = keys_of(range(3), replicas_of(NAMESPACES[0]))
-    assert tier.keep_replicas(replica, rows_of(range(3), 4)) == 0
-    assert tier.give_back(None) > 20_000
-    assert tier.keep_replicas(replica, rows_of(range(3), 4)) == 3
 
 
 def test_rows_of_a_device_make_room_and_rows_of_the_host_stay():

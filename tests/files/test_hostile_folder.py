@@ -1,5 +1,5 @@
-"""A cache directory at the hands of others: what is no file, too few files that may be open, strange tags and
-archives, and namespaces that another user has made."""
+"""A cache directory at the hands of others: what is no file, too few files that may be open, strange tags,
+and namespaces that another user has made."""
 
 import contextlib
 import errno
@@ -9,7 +9,6 @@ import resource
 import shutil
 import signal
 import stat
-import subprocess
 import tempfile
 import threading
 import traceback
@@ -35,13 +34,11 @@ from tests.helpers.storage import (
     warnings_of,
 )
 from torchcache2 import OptionError, torchcache
-from torchcache2.cli.archive import export, import_archive
 from torchcache2.cli.commands import run
+from torchcache2.core.errors import NewerFormatError
 from torchcache2.files.directory import FINGERPRINT, LOCK, TAG, TAG_TEXT, CacheDirectory
-from torchcache2.files.errors import NewerFormatError
 from torchcache2.files.filesystem import Descriptors, FileSystem, StrangeFileError, most_open, ulid
 from torchcache2.files.removal import deleting, in_use
-from torchcache2.tiers import breaker as breaker_module
 from torchcache2.tiers.disk import index as located_module
 from torchcache2.tiers.disk.tier import DiskTier
 
@@ -151,7 +148,6 @@ def test_a_fingerprint_that_is_no_file(path, tmp_path, log, capfd, kind):
     for arguments in (["ls"], ["stats"], ["verify"], ["prune", "--max-size", "1GB"]):
         code, text = command(arguments[0], *arguments[1:], path, capfd=capfd)
         assert code == 0, text
-    assert command("export", path, tmp_path / "x.tar", capfd=capfd)[0] == 0
     assert command("prune", "--max-size", "1B", path, capfd=capfd)[0] == 0
     assert command("rm", path, "--yes", A.hex(), capfd=capfd)[0] in (0, 2)
     assert is_there()
@@ -253,24 +249,6 @@ def test_a_damaged_segment_whose_new_name_is_taken_stays(path, tmp_path, log, ki
     seal(tier, ROWS)
     tier.close()
     assert is_there() and file.exists() and sealed_names(path, ROWS) == ROWS
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_import_and_export_where_something_has_the_name(path, tmp_path, capfd, kind):
-    fill(path)
-    archive = tmp_path / "x.tar"
-    assert command("export", path, archive, capfd=capfd)[0] == 0
-    target = tmp_path / "target" / A.hex()
-    target.mkdir(parents=True)
-    is_there = strange(kind, target / segments(path)[0].name, tmp_path)
-    code, text = command("import", archive, tmp_path / "target", capfd=capfd)
-    assert code == 1 and "something that is not a file has its name" in text and is_there()
-    (tmp_path / "more").mkdir()
-    is_there = strange(kind, tmp_path / "y.tar", tmp_path / "more")
-    code, text = command("export", path, tmp_path / "y.tar", capfd=capfd)
-    assert code == 2 and "exists already" in text and is_there()
-    code, text = command("import", tmp_path / "y.tar", tmp_path / "new", capfd=capfd)
-    assert code == 2 and not (tmp_path / "new").exists()
 
 
 @pytest.mark.slow
@@ -433,7 +411,7 @@ def test_a_program_that_has_used_up_its_files(path, limit, log):
     tier.close()
 
 
-# Tags, paths and archives
+# Tags and paths
 
 
 @pytest.mark.parametrize("digits", ["9" * 6000, "1", "3", "0", "1" + "0" * 30, "0" * 5000 + "1"])
@@ -506,39 +484,6 @@ def test_a_segment_that_says_that_its_rows_are_nowhere_is_damaged(path, log):
     assert (tier.stats().corrupt, tier.stats().faults) == (1, 0) and len(warnings_of(log)) == 1
 
 
-def test_what_tar_makes_of_a_cache_directory_is_imported(path, tmp_path):
-    fill(path, (A, B))
-    (path / LOCK).touch()
-    (path / A.hex() / f"{NAME}.corrupt").write_bytes(b"damaged")
-    (path / A.hex() / f"{NAME}.tmp").write_bytes(b"of a dead writer")
-    for arguments in (["."], [f"./{A.hex()}", f"./{B.hex()}", f"./{TAG}"], [A.hex(), B.hex(), TAG]):
-        archive, target = tmp_path / f"{len(arguments[0])}.tar", tmp_path / str(len(arguments[0]))
-        subprocess.run(["tar", "--format=gnu", "-cf", archive, *arguments], cwd=path, check=True, timeout=60)
-        done = import_archive(str(archive), CacheDirectory(str(target), Unsynced()))
-        assert (done.segments, done.refused) == (2, [])
-        assert sealed_names(target, ROWS, namespace=A) == sealed_names(target, ROWS, namespace=B) == ROWS
-        assert not list(target.rglob("*.corrupt")) and not list(target.rglob("*.tmp"))
-
-
-@pytest.mark.parametrize(
-    ("tag", "sentence"),
-    [
-        ("format 3", "is of format 3"),
-        ("format " + "9" * 6000, "is of format 999999999"),
-        ("format 0", "is of format 0"),
-        ("of something else", "something else"),
-    ],
-)
-def test_a_tar_of_another_format_is_refused_before_anything_is_written(path, tmp_path, capfd, tag, sentence):
-    fill(path)
-    (path / TAG).write_text((path / TAG).read_text().replace("format 2", tag))
-    # The tag may be the last file.
-    subprocess.run(["tar", "-cf", tmp_path / "x.tar", A.hex(), TAG], cwd=path, check=True, timeout=60)
-    code, text = command("import", tmp_path / "x.tar", tmp_path / "new", capfd=capfd)
-    assert code == 2 and sentence in text and "nothing was imported" in text and len(text) < 500
-    assert not (tmp_path / "new").exists()
-
-
 # Namespaces that cannot be written
 
 
@@ -569,44 +514,27 @@ def test_a_namespace_that_cannot_be_written_is_alone(path, log, code):
         seal(tier, [("kept", number)], namespace=C)
     assert found(tier, ROWS, namespace=A) == ROWS
     tier.close()
-    assert 1 <= tier.stats().faults <= 4 and fs.tries <= 8
+    assert 1 <= tier.stats().faults <= 10 and fs.tries <= 20
     first, *rest = warnings_of(log)
     assert str(path / A.hex()) in first.getMessage()
     passes = code in (errno.EIO, errno.ENOTDIR)
     assert [record.getMessage() for record in rest] == [
-        f"rows that could not be written to {path}: 1"
+        f"rows that could not be written to {path}: 5"
     ] * passes
     for namespace in (B, C):
         assert len(sealed_names(path, [("kept", n) for n in range(5)], namespace=namespace)) == 5
 
 
-def test_a_namespace_is_written_again_when_it_can_be(path, log, monkeypatch):
-    now = [1000.0]
-    monkeypatch.setattr(breaker_module.time, "monotonic", lambda: now[0])
+def test_a_namespace_is_written_again_when_it_can_be(path, log):
     fill(path)
     fs = Forbidden(A)
     tier = handle(path, fs=fs)
     put(tier, ["first"])
     tier.flush()
-    assert put(tier, ["second"]) == 0  # not tried
     fs.texts = []
-    now[0] += 61
-    seal(tier, ["third"])
+    seal(tier, ["second"])
     tier.close()
-    assert sealed_names(path, ["first", "second", "third"]) == ["third"] and len(warnings_of(log)) == 1
-
-
-def test_of_many_namespaces_that_cannot_be_written_three_are_named(path, log):
-    fs = Forbidden(*(bytes([number]) * 16 for number in range(8)))
-    tier = handle(path, fs=fs)
-    for number in range(8):
-        put(tier, ["lost"], namespace=bytes([number]) * 16)
-        tier.flush()
-    seal(tier, ["kept"], namespace=A)
-    tier.close()
-    texts = [record.getMessage() for record in warnings_of(log)]
-    assert len(texts) == 4 and "other namespaces" in texts[3]
-    assert [bytes([n]).hex() * 16 in text for n, text in enumerate(texts[:3])] == [True] * 3
+    assert sealed_names(path, ["first", "second"]) == ["second"] and len(warnings_of(log)) == 1
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
@@ -739,4 +667,3 @@ def test_a_group_shares_a_folder(shared, log):
         expected = 0o2775 if file.is_dir() else 0o664
         assert (status.st_gid, stat.S_IMODE(status.st_mode)) == (GROUP, expected), file
     assert sealed_names(path, [*ROWS, 100]) == [*ROWS, 100]
-    assert export(CacheDirectory(str(path), FileSystem()), str(shared / "x.tar"))[0] == 2

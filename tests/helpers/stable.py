@@ -9,7 +9,6 @@ import copy
 import enum
 import functools
 import inspect
-import io
 import json
 import logging
 import sys
@@ -43,13 +42,6 @@ class Net(nn.Module):
 
     def forward(self, x):
         return shift(torch.relu(self.layer(x))) * self.rate + self.offset + torch.tensor([1.0, 2.0, 3.0])
-
-
-class Looping(nn.Module):
-    def forward(self, x, times: int = 3):
-        for i in range(times):
-            x = x * 2 if i > 1 else x + 1
-        return x
 
 
 class Outer(nn.Module):
@@ -152,13 +144,6 @@ def exported():
     return torch.export.export(Net().eval().requires_grad_(False), (torch.rand(2, 3),)).module()
 
 
-def loaded():
-    file = io.BytesIO()
-    torch.jit.save(torch.jit.script(Net()), file)
-    file.seek(0)
-    return torch.jit.load(file)
-
-
 def compiled():
     module = torch.compile(Net().eval(), backend="eager")
     module(torch.rand(2, 3))
@@ -179,12 +164,6 @@ MAKERS = {
     "graph as a value": lambda: holding([torch.fx.symbolic_trace(Net()).graph]),
     "exported in a module": lambda: Outer(exported()),
     "exported for any batch": HasGraph,
-    "scripted": lambda: Outer(torch.jit.script(Net())),
-    "scripted blocks": lambda: Outer(torch.jit.script(Looping())),
-    "traced": lambda: Outer(torch.jit.trace(Net(), torch.rand(2, 3))),
-    "frozen": lambda: Outer(torch.jit.freeze(torch.jit.script(Net().eval()))),
-    "loaded": lambda: Outer(loaded()),
-    "scripted function": CallsScripted,
     "compiled": lambda: Outer(compiled()),
     "handle of a hook": with_handle,
     "set of functions": lambda: holding({lambda x: x + 1, lambda x: x * 2, lambda x: x * 3, shift}),
@@ -204,14 +183,10 @@ MAKERS = {
 
 
 def main(history):
-    global SCRIPTED
     warnings.simplefilter("ignore")
     for _ in range(history):
         nn.Linear(2, 2).register_forward_hook(lambda *_: None)
-        torch.jit.script(plain())
-        torch.jit.trace(Net(), torch.rand(2, 3))
         torch.fx.symbolic_trace(plain())
-    SCRIPTED = torch.jit.script(shift)
     said = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())

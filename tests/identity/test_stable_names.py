@@ -1,6 +1,5 @@
 """Namespaces that another process finds again, and what is left out to that end."""
 
-import copy
 import functools
 import importlib
 import json
@@ -8,7 +7,6 @@ import logging
 import shutil
 import sys
 import threading
-import types
 import typing
 import weakref
 
@@ -21,7 +19,6 @@ from tests.helpers.outputs import namespace as named
 from tests.helpers.outputs import warnings_in
 from tests.helpers.stable import Net, Outer, Thing, holding, plain
 from torchcache2 import torchcache
-from torchcache2.identity.libraries import ScriptState
 
 TRACED = "ignore:.*torch.jit"
 X = torch.rand(4, 3)
@@ -346,117 +343,31 @@ def test_quantized_graphs(log):
 # Scripted and compiled children.
 
 
-def scripted(module):
-    return torchcache(Outer(torch.jit.script(module.eval().requires_grad_(False))))
-
-
-@pytest.mark.cpu_only  # code that is scripted asks for no default device
 @pytest.mark.filterwarnings(TRACED)
-def test_edits_of_a_scripted_child_are_noticed(log):
-    module, net = scripted(Net()), Net().eval()
-
-    def right():
-        for _ in range(2):
-            torch.testing.assert_close(module(X), net(X))
-
-    right()
-    assert module.cache_instance.stats().hits == len(X)
-    for change in (
-        lambda net: setattr(net, "rate", 0.3),
-        lambda net: setattr(net, "offset", torch.zeros(3)),
-        lambda net: setattr(net.layer, "weight", nn.Parameter(torch.ones(3, 3), requires_grad=False)),
-        lambda net: net.layer.bias.data.fill_(2.0),
-    ):
-        for one in (module.inner, net):
-            change(one)
-        right()
-    assert warnings_in(log) == [] and module.cache_instance.stats().hits == 5 * len(X)
-
-
-def test_a_list_of_a_scripted_module_that_becomes_shorter_is_noticed():
-    values = {"rate": float("nan"), "sizes": [1, 2]}
-    state = ScriptState(types.SimpleNamespace(attributes=values, read=lambda name: copy.copy(values[name])))
-    (before,) = state(None)
-    assert state(None)[0] is before
-    values["sizes"].pop()
-    assert state(None)[0] is not before
-
-
-class Branching(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.kind = kind
-
-    def forward(self, x):
-        return x * 2 if self.training else x * 3
+@pytest.mark.parametrize("script", [torch.jit.script, lambda net: torch.jit.freeze(torch.jit.script(net))])
+def test_what_has_a_scripted_module_is_passed_through(script, log):
+    module, net = torchcache(Outer(script(Net().eval().requires_grad_(False)))), Net().eval()
+    for rate in (0.5, 0.5, 0.3):
+        if script is torch.jit.script:
+            module.inner.rate = net.rate = rate
+        torch.testing.assert_close(module(X), net(X))
+    assert module.cache_instance.stats().bypasses == {"unreadable": 3 * len(X)}
+    (text,) = warnings_in(log)
+    assert "inner is a module of torch.jit" in text and "cache the original" in text
 
 
 @pytest.mark.filterwarnings(TRACED)
-def test_the_training_flag_of_a_scripted_child_is_noticed():
-    module = scripted(Branching("a"))
-    assert torch.equal(module(X), X * 3)
-    module.inner.train()
-    assert torch.equal(module(X), X * 2)
-
-
-class Text(nn.Module):
-    def __init__(self, text):
-        super().__init__()
-        self.text = text
-
-    def forward(self, x, text: str = ""):
-        return x + 1 if text == self.text else x
-
-
-class Adds(nn.Module):
-    def forward(self, x):
-        return x + 0.1
-
-
-class AddsALittleMore(nn.Module):
-    def forward(self, x):
-        return x + 0.1000000001
-
-
-class Ignoring(nn.Module):
-    @torch.jit.ignore
-    def other(self, x):
-        # type: (Tensor) -> Tensor
-        return x * 2
-
-    def forward(self, x):
-        return self.other(x)
-
-
-@pytest.mark.filterwarnings(TRACED)
-def test_scripted_code_and_constants_count(log):
-    modules = [Text("a"), Text("b"), Text("a # x:1:2"), Text("b # x:1:2"), Adds(), AddsALittleMore()]
-    kept = list(map(scripted, modules))
-    assert len({module.cache_instance.module_hash for module in kept}) == len(modules)
-    first = torch.jit.freeze(torch.jit.script(Net().eval()))
-    net = Net().eval()
-    net.layer.weight.data[0, 0] += 1e-6  # less than what is printed
-    second = torch.jit.freeze(torch.jit.script(net))
-    assert named(Outer(first)) != named(Outer(second))
-    assert warnings_in(log) == []
-
-
-@pytest.mark.filterwarnings(TRACED)
-def test_scripted_code_that_calls_python_is_unreadable(log):
-    names = {named(Outer(torch.jit.script(Ignoring()))) for _ in range(2)}
-    assert len(names) == 2 and all("cannot read" in text for text in warnings_in(log))
-
-
-@pytest.mark.filterwarnings(TRACED)
-def test_scripted_functions_count_by_code(monkeypatch):
+def test_scripted_functions_count_in_this_process_only(monkeypatch, log):
     def double(x):
         return x * 2
 
-    names = []
-    for function in (stable.shift, double, stable.shift):
-        monkeypatch.setattr(stable, "SCRIPTED", torch.jit.script(function))
-        names.append(named(stable.CallsScripted()))
-    assert names[0] == names[2] != names[1]
+    module = torchcache(stable.CallsScripted())
+    for function in map(torch.jit.script, (stable.shift, double)):
+        monkeypatch.setattr(stable, "SCRIPTED", function)
+        for _ in range(2):
+            assert torch.equal(module(X), function(X))
+    assert module.cache_instance.stats().hits == 2 * len(X)
+    assert all("cannot read SCRIPTED" in text for text in warnings_in(log)) and warnings_in(log)
 
 
 @pytest.mark.slow

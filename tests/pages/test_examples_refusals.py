@@ -19,17 +19,13 @@ REFUSED = [
     ("text_embeddings.py", ["--length", 513], "3 to 512 tokens"),
 ]
 REFUSED_BY_RANKS = [
-    ("collective_features.py", ["--passes", 0], "at least 1 pass"),
-    ("collective_features.py", ["--items", 17], "from 18 to 1536 images for 2 ranks"),
-    ("collective_features.py", ["--machines", -1], "no negative number of machines"),
-    ("collective_features.py", ["--size", 20], "a multiple of 8 pixels"),
     ("ddp_linear_probe.py", ["--epochs", 1], "at least 2 epochs"),
     ("ddp_linear_probe.py", ["--items", 100, "--batch-size", 64], "a batch of each of the 2 ranks"),
     ("ddp_linear_probe.py", ["--size", 20], "a multiple of 8 pixels"),
 ]
 WITHOUT_A_LAUNCHER = [
     (name, [], f"run it as torchrun --nproc-per-node 2 examples/{name}")
-    for name in ("lazy_shards.py", "collective_features.py", "ddp_linear_probe.py")
+    for name in ("lazy_shards.py", "ddp_linear_probe.py")
 ]
 
 

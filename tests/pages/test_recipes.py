@@ -330,13 +330,8 @@ def claims_of_padding(page):
 def claims_of_open_clip(page):
     assert torch.equal(page.embed(page.captions[:8]), page.embed(page.captions[:8]))
     assert asked(page.model, page.model.encode_image, page.images[:8]) == (0, 8, {})  # not normalised
-
-    @torchcache(item_args="texts")
-    def with_memo(texts):
-        return page.model.encode_text(page.tokenizer(texts))
-
-    counts = [asked(with_memo, with_memo, texts) for texts in (["a zebra"], ["a zebra"], ["a zebra"])]
-    assert counts[0] == (0, 0, {"state": 1}) and counts[2][0] == 1, counts
+    counts = [asked(page.embed, page.embed, texts) for texts in (["a zebra"], ["a zebra"], ["a yak"])]
+    assert counts == [(0, 1, {}), (1, 0, {}), (0, 1, {})]  # new words in the tokenizer's memo
     tokens = page.tokenizer(["a cat", "a red cat at sea"])
     assert tokens.shape == (2, 16)
 

@@ -129,17 +129,14 @@ def made():
             super().__init__()
             self.linear, self.norm, self.drop = nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)
             self.register_buffer("shift", torch.ones(4))
-            self.script = torch.jit.script(nn.ReLU())
 
         def forward(self, x):
-            return self.script(self.drop(self.norm(self.linear(x)))) + double(self.shift)
+            return self.drop(self.norm(self.linear(x))) + double(self.shift)
 
     return Net
 
 def work():
-    from torch import distributed
     from torchcache2 import torchcache
-    from torchcache2.engine.collective.channel import Channel
 
     for cached in (torchcache(made())(), torchcache(made()())):
         plain = made()().eval().requires_grad_(False)
@@ -155,11 +152,9 @@ def work():
             plain.load_state_dict(cached.state_dict())
             assert torch.equal(cached(x), plain(x))
         cached.linear.register_forward_hook(lambda module, args, output: output + 1)
-        assert torch.equal(cached(x), plain.script(plain.norm(plain.linear(x) + 1)) + 2)
+        assert torch.equal(cached(x), plain.norm(plain.linear(x) + 1) + 2)
         cached.train()
         assert not torch.equal(cached(x), cached(x))
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    assert Channel(distributed.group.WORLD).gather("planted", b"text") == [b"text"]
 
 made()()(torch.rand(2, 8))  # which imports a thousand modules of torch, once for all
 for gone in cases:

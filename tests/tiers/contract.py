@@ -1,6 +1,10 @@
 """What every tier does: one suite for all of them."""
 
+import collections
+import contextlib
+import enum
 import functools
+import os
 import threading
 
 import numpy as np
@@ -8,11 +12,24 @@ import pytest
 import torch
 
 from tests.helpers.outputs import assert_same
-from tests.helpers.storage import CPU, DTYPES, NAMESPACES, NEVER, found, keys_of, put, rows_of, value_of
+from tests.helpers.storage import (
+    CPU,
+    DTYPES,
+    NAMESPACES,
+    NEVER,
+    found,
+    keys_of,
+    put,
+    rows_of,
+    value_of,
+    wait_until,
+    warnings_of,
+)
 from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
 from torchcache2.engine.values import outputs
 from torchcache2.engine.values.samples import Samples
+from torchcache2.tiers.base import Signals
 
 
 def fewer(n, test):
@@ -484,3 +501,107 @@ class TierContract:
             thread.join(60)
         assert errors == [] and not any(thread.is_alive() for thread in threads)
         assert put(tier, ["late"]) == 0 and found(tier, ["late"]) == []
+
+
+class LaterContract:
+    """What tiers do that write rows later. A subclass has two fixtures.
+
+    `make` makes tiers that write to one place, as another process would each; it takes `delay` and `signals`.
+    `there` tells which of the names up to 20 have a row in this place.
+    """
+
+    def test_rows_wait_and_can_be_read_meanwhile(self, make, there):
+        tier = make()
+        for first in (0, 5):
+            assert put(tier, range(first, first + 5)) == 5
+            assert found(tier, range(12)) == list(range(first + 5)) and there() == list(range(first))
+            for _ in range(2):
+                tier.flush()
+                assert found(tier, range(12)) == there() == list(range(first + 5))
+
+    def test_rows_are_written_after_a_while(self, make, there):
+        tier = make(delay=0.02)
+        for name in range(3):
+            put(tier, [name])
+            wait_until(lambda name=name: there() == list(range(name + 1)))
+
+    def test_rows_are_written_at_close(self, make, there):
+        tier = make()
+        put(tier, range(10))
+        tier.close()
+        assert there() == list(range(10))
+
+    def test_rows_that_others_need_are_written_at_once(self, make, there):
+        epochs = [0]
+        tier = make(signals=Signals(seals=lambda: epochs[0]))
+        put(tier, [1])
+        epochs[0] = 1
+        wait_until(lambda: there() == [1])
+
+    def test_what_waits_is_forgotten_when_another_process_drops_rows(self, make, there):
+        drops = [0]
+        tier = make(signals=Signals(drops=lambda: drops[0]))
+        put(tier, [1, 2])
+        put(tier, [1], namespace=NAMESPACES[1])
+        drops[0] = 1
+        assert found(tier, [1, 2]) == [] and not tier.has(keys_of([1])).any()
+        tier.flush()
+        assert there() == [] and tier.stats().rows == 0
+
+    def test_rows_get_there_where_a_drop_waits_for_them(self, make, there):
+        drops, seen = [0], []
+
+        @contextlib.contextmanager
+        def publishing():
+            before = there()
+            yield
+            seen.append((before, there()))
+
+        @contextlib.contextmanager
+        def dropped_just_before():
+            drops[0] += 1
+            yield
+            assert there() == [1, 2]  # none came, to be deleted again
+
+        for context in (publishing, dropped_just_before):
+            tier = make(signals=Signals(drops=lambda: drops[0], publishing=context))
+            put(tier, [1, 2] if context is publishing else [3])
+            tier.close()
+            assert (seen, there()) == ([([], [1, 2])], [1, 2])
+
+    def test_a_forked_child_begins_with_nothing_and_its_parent_writes_what_waited(self, make, there):
+        tier = make()
+        put(tier, [1, 2])
+        pid = os.fork()
+        if pid == 0:  # nothing may be raised here, as pytest would go on in the child
+            code = 1
+            with contextlib.suppress(BaseException):
+                code = 2 * (found(tier, [1, 2]) != []) + 4 * (put(tier, [3]) != 1)
+                code += 8 * (found(tier, [3]) != [3])
+                tier.flush()
+                code += 16 * (there() != [3])
+            os._exit(code)
+        assert os.waitpid(pid, 0)[1] == 0
+        tier.look_again(NAMESPACES[0])
+        assert found(tier, [1, 2, 3]) == [1, 2, 3]
+        tier.flush()
+        assert there() == [1, 2, 3]
+
+    def test_outputs_that_cannot_be_written_down_are_told_once(self, make, log):
+        class Local(dict):
+            pass
+
+        class Kept(enum.Enum):
+            ONE = 1
+
+        torch.utils._pytree.register_pytree_node(
+            Local, lambda node: (list(node.values()), Kept.ONE), lambda values, context: Local(x=values[0])
+        )
+        tier, pair = make(), collections.namedtuple("Pair", "x y")
+        for output in [Local(x=torch.rand(2, 3)), pair(torch.rand(2, 3), 1)] * 2:
+            for namespace in NAMESPACES:
+                assert put_output(tier, range(2), output, namespace) == 0
+        put(tier, range(3))
+        tier.flush()
+        assert found(tier, range(3)) == [0, 1, 2]
+        assert len(warnings_of(log)) == 1 and tier.stats().faults == 0

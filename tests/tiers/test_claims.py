@@ -26,7 +26,7 @@ class Rank:
     def __init__(self, server, folder, machine, number):
         self.machine = machine
         self.near = SharedTier(b"machine %8d" % machine, 10**8, folder=folder)
-        self.near._claims.thread = lambda: number + 1  # as if this were not the thread of the others
+        self.near.thread = lambda: number + 1  # as if this were not the thread of the others
         self.clients = Clients(Servers.of(server.url), read_timeout=5.0)
         self.far = RedisClaims(self.clients, self.once_sent)
         self.far.thread = lambda: number

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.storage import Unsynced
-from tests.tiers.contract import TierContract, fewer
+from tests.helpers.storage import Unsynced, sealed_names
+from tests.tiers.contract import LaterContract, TierContract, fewer
 from torchcache2 import CacheSettings
 from torchcache2.engine.stack import TierStack
 from torchcache2.tiers.base import TierStats
@@ -88,3 +88,9 @@ class TestTiers(TierContract):
 
     # Each dtype is quick, but not in each kind of tier.
     test_every_dtype_comes_back_bit_by_bit = fewer(4, TierContract.test_every_dtype_comes_back_bit_by_bit)
+
+
+class TestLater(LaterContract):
+    @pytest.fixture
+    def there(self, path):
+        return lambda: sealed_names(path, range(20))

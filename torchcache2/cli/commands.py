@@ -21,10 +21,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-from torchcache2.core.errors import OptionError, TorchcacheError
+from torchcache2.core.errors import NewerFormatError, OptionError, TorchcacheError
 from torchcache2.core.places import is_url
-from torchcache2.core.version import __version__
-from torchcache2.files.errors import NewerFormatError
+from torchcache2.identity.marks import __version__
 
 if TYPE_CHECKING:
     from torchcache2.cli.report import Gone, Verdict
@@ -59,12 +58,6 @@ _Dir = Annotated[
     str, typer.Argument(metavar="DIR", help="The cache directory, or a URL.", show_default="here")
 ]
 _AsFormat = Annotated[_Format, typer.Option("--format", help="How to print the result.")]
-
-
-def _print_bad(files: Sequence[dict[str, str]]) -> None:
-    """Print a line for each file that is not good."""
-    for one in files:
-        say("{file}: {state}: {reason}".format_map(one))
 
 
 def _print_deleted(gone: Sequence[Gone], names: Mapping[str, str], form: _Format) -> None:
@@ -203,7 +196,8 @@ def _verify(directory: _Dir = ".", form: _AsFormat = _Format.table) -> None:
     if form is _Format.json:
         print_json({**counts, "rows": rows, "set_aside": aside, "files": bad})
     else:
-        _print_bad(bad)
+        for file in bad:
+            say("{file}: {state}: {reason}".format_map(file))
         good = f"{counted(counts['good'], 'good segment')} with {counted(rows, 'row')}"
         rest = f"{counts['damaged']:,} damaged, {counts['unreadable']:,} unreadable"
         say(f"{good}; {rest}, {counts['unchecked']:,} not checked, {aside:,} set aside earlier")
@@ -269,10 +263,7 @@ def _rm(
             for one in found:
                 tell(f"{one.id}  {one.title}  {one.rows:,} rows  {size(one.nbytes)}")
             if is_far:
-                count, nbytes = (
-                    counted(len(found), "namespace"),
-                    size(sum(one.nbytes for one in found)),
-                )
+                count, nbytes = counted(len(found), "namespace"), size(sum(one.nbytes for one in found))
                 tell(f"{cache.path}: {count}, {nbytes}; other processes may be using them")
             typer.confirm("Delete?", abort=True, err=True)
         busy = []
@@ -307,83 +298,6 @@ def _remove_objects(cache: CacheDirectory, chosen: Sequence[Contents], *, everyt
             advance(sum(info.size for _, info in some))
     if everything and not any(one.files for one in cache.scan()):
         cache.fs.remove(os.path.join(cache.path, TAG))
-
-
-@app.command("export")
-def _export(
-    directory: Annotated[str, typer.Argument(metavar="DIR", help="The cache directory.")],
-    file: Annotated[str, typer.Argument(metavar="FILE.tar", help="The file to write.")],
-    form: _AsFormat = _Format.table,
-) -> None:
-    """Write all segments to one file, for another machine."""
-    from torchcache2.cli import archive, report
-
-    cache = report.folder(directory, "export")
-    contents = cache.scan()
-    with progress("exporting", sum(info.size for one in contents for info in one.segments)) as advance:
-        count, nbytes = archive.export(cache, file, advance)
-    if form is _Format.json:
-        print_json({"file": os.path.abspath(file), "segments": count, "bytes": nbytes})
-    else:
-        say(f"{file}: {counted(count, 'segment')}, {size(nbytes)}")
-
-
-@app.command("import")
-def _import(
-    file: Annotated[str, typer.Argument(metavar="FILE.tar", help="A file that `export` wrote.")],
-    directory: Annotated[str, typer.Argument(metavar="DIR", help="The cache directory; it may be new.")],
-    form: _AsFormat = _Format.table,
-) -> None:
-    """Add the segments of an exported file, after checking each. Exit code 1 if some are left out."""
-    from torchcache2.cli import archive, report
-    from torchcache2.files.directory import CacheDirectory
-    from torchcache2.files.filesystem import FileSystem
-
-    report.check_folder(directory, "import")
-    try:
-        with progress("importing", os.stat(file).st_size) as advance:
-            done = archive.import_archive(file, CacheDirectory(directory, FileSystem()), advance)
-    except archive.ArchiveError as error:
-        raise OptionError(f"{file!r} {error}; nothing was imported") from None
-    bad = [{"file": name, "state": found.state, "reason": found.reason} for name, found in done.refused]
-    if form is _Format.json:
-        counts = {"segments": done.segments, "rows": done.rows, "bytes": done.nbytes, "kept": done.kept}
-        print_json({**counts, "files": bad})
-    else:
-        _print_bad(bad)
-        new = f"{counted(done.segments, 'segment')} with {counted(done.rows, 'row')}"
-        say(f"{new}, {size(done.nbytes)} imported; {done.kept:,} there already, {len(bad):,} left out")
-    raise typer.Exit(1 if bad else 0)
-
-
-@app.command("dump")
-def _dump(
-    directory: Annotated[str, typer.Argument(metavar="DIR", help="The cache directory, or a URL.")],
-    namespace: Annotated[str, typer.Argument(metavar="NAMESPACE", help="Its first characters.")],
-    file: Annotated[str, typer.Argument(metavar="OUT.safetensors", help="The file to write.")],
-    form: _AsFormat = _Format.table,
-) -> None:
-    """Write the rows of a namespace to a plain safetensors file. Exit code 1 if some cannot be read."""
-    from torchcache2.cli import dump, report
-
-    with report.opened(directory) as cache:
-        contents = report.matching(cache, cache.scan(), namespace)
-        done = dump.dump(cache, contents, file, lambda total: progress("writing", total))
-    bad = [{"file": name, "state": one.state, "reason": one.reason} for name, one in done.refused.items()]
-    bad = [one for one in bad if one["state"] != "gone"]
-    if form is _Format.json:
-        counts = {"rows": done.rows, "bytes": done.nbytes, "structures": done.structures}
-        dataset = {} if done.length is None else {"length": done.length, "samples": done.indexed}
-        print_json({"file": os.path.abspath(file), **counts, **dataset, "files": bad})
-    else:
-        _print_bad(bad)
-        text = f"{file}: {counted(done.rows, 'row')}, {size(done.nbytes)}"
-        if done.length is not None:
-            text += f"; {done.indexed:,} of the dataset's {counted(done.length, 'sample')}"
-        if done.structures > 1:
-            text += f"; {done.structures} structures"
-        say(text)
-    raise typer.Exit(1 if bad else 0)
 
 
 # Tables and progress for a terminal, plain text for a pipe, JSON for programs.

@@ -14,13 +14,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from torchcache2.core.errors import OptionError
+from torchcache2.core.errors import DamagedError, NewerFormatError, OptionError, UnreadableError
 from torchcache2.core.keys import Array, filled
 from torchcache2.core.logs import ToldOnce
 from torchcache2.core.places import Bucket, is_url
 from torchcache2.core.sizes import free_memory
 from torchcache2.files.directory import TAG, CacheDirectory, Contents, is_ours
-from torchcache2.files.errors import DamagedError, NewerFormatError, UnreadableError
 from torchcache2.files.filesystem import Descriptors, FileSystem, made_at
 from torchcache2.files.removal import in_use
 from torchcache2.files.run import Run
@@ -61,9 +60,12 @@ def verdict(fs: FileSystem, path: str, namespace: str, limit: int) -> Verdict:
         found = segment.layout.namespace.hex()
         if found != namespace:
             return Verdict("damaged", len(segment), f"belongs to namespace {found}")
-        return verdict_of(segment)
+        damaged, count = segment.check(), len(segment)
     except (OSError, UnreadableError, OptionError, MemoryError) as error:
         return trouble(error)
+    if damaged:
+        return Verdict("damaged", count, f"{damaged:,} of {count:,} rows differ from what was written")
+    return Verdict("good", count)
 
 
 def verdict_of_run(fs: FileSystem, path: str) -> Verdict:
@@ -73,14 +75,6 @@ def verdict_of_run(fs: FileSystem, path: str) -> Verdict:
     except (OSError, UnreadableError, MemoryError) as error:
         return trouble(error)
     return Verdict("good")
-
-
-def verdict_of(segment: Segment) -> Verdict:
-    """Compare every checksum of an open segment."""
-    damaged, count = segment.check(), len(segment)
-    if damaged:
-        return Verdict("damaged", count, f"{damaged:,} of {count:,} rows differ from what was written")
-    return Verdict("good", count)
 
 
 def trouble(error: Exception) -> Verdict:
@@ -236,21 +230,20 @@ class Gone(NamedTuple):
 
 
 def chosen(cache: CacheDirectory, names: Sequence[str] | None) -> list[Contents]:
-    """The namespaces that begin with these names, each once; None: all."""
-    contents = cache.scan()
-    some = {one.namespace: one for name in names or () for one in [matching(cache, contents, name)]}
+    """The namespaces that begin with these names, each once; None: all.
+
+    `OptionError` if no namespace begins with one of them, or several do.
+    """
+    contents, some = cache.scan(), dict[str, Contents]()
+    for start in names or ():
+        found = [one for one in contents if start and one.namespace.startswith(start)]
+        if not found:
+            raise OptionError(f"there is no namespace {start!r} in {cache.path}")
+        if len(found) > 1:
+            several = ", ".join(one.namespace for one in found)
+            raise OptionError(f"{start!r} is the beginning of several namespaces: {several}")
+        some[found[0].namespace] = found[0]
     return list(some.values()) if names else contents
-
-
-def matching(cache: CacheDirectory, contents: Sequence[Contents], start: str) -> Contents:
-    """The only namespace that begins with `start`; `OptionError` if there is none, or several."""
-    found = [one for one in contents if start and one.namespace.startswith(start)]
-    if not found:
-        raise OptionError(f"there is no namespace {start!r} in {cache.path}")
-    if len(found) > 1:
-        several = ", ".join(one.namespace for one in found)
-        raise OptionError(f"{start!r} is the beginning of several namespaces: {several}")
-    return found[0]
 
 
 def gone(before: Sequence[Contents], after: Sequence[Contents]) -> list[Gone]:
@@ -342,11 +335,6 @@ def opened(path: str) -> Iterator[CacheDirectory]:
 
 def folder(path: str, command: str) -> CacheDirectory:
     """The cache directory at a path; an `OptionError` if it is a URL."""
-    check_folder(path, command)
-    return existing(path, FileSystem())
-
-
-def check_folder(path: str, command: str) -> None:
-    """Raise `OptionError` if a path is a URL, without showing it, as it may contain a password."""
-    if is_url(path):
+    if is_url(path):  # not shown, as it may contain a password
         raise OptionError(f"`torchcache2 {command}` takes a folder, not a URL: copy its files first")
+    return existing(path, FileSystem())

@@ -6,7 +6,6 @@
     ├── OptionError (ValueError)
     ├── DecorationError (TypeError)
     ├── MissingSampleError (LookupError)
-    ├── RankError (RuntimeError)
     ├── DeviceError (RuntimeError)
     └── NotCachedError (RuntimeError)
         ├── InputError (ValueError)
@@ -14,8 +13,8 @@
         └── OutputError (ValueError)
 
 The first two are a programmer's mistakes, and are raised at once. The third means that samples served without
-their dataset are missing; the fourth that ranks in step cannot continue; the fifth that an item must be
-computed while all weights are on another device. The others are raised only under ``strict=True`` and in a
+their dataset are missing; the fourth that an item must be computed while all weights are on another device.
+The others are raised only under ``strict=True`` and in a
 warmup: otherwise a call that cannot be cached runs the plain forward, with one warning. Other faults of
 storage or network are never exceptions, but counted misses and one warning.
 """
@@ -50,25 +49,6 @@ class MissingSampleError(TorchcacheError, LookupError):
     __module__ = "torchcache2"
 
 
-class RankError(TorchcacheError, RuntimeError):
-    """With ``distributed="collective"``: another rank failed, ended, did not arrive, or is out of step.
-
-    Attributes
-    ----------
-    rank : int or None
-        That rank's number in the process group; None if there are several, or it is unknown.
-    """
-
-    __module__ = "torchcache2"
-
-    def __init__(self, text: str, rank: int | None = None) -> None:
-        super().__init__(text)
-        self.rank = rank
-
-    def __reduce__(self) -> tuple[type, tuple[str, int | None]]:
-        return type(self), (str(self), self.rank)
-
-
 class DeviceError(TorchcacheError, RuntimeError):
     """An item must be computed, but its batch and all weights are on different devices."""
 
@@ -97,6 +77,48 @@ class OutputError(NotCachedError, ValueError):
     """The first dimension of an output's tensor is not the batch, or the output cannot be stored."""
 
     __module__ = "torchcache2"
+
+
+# What reading and writing a folder raises. It never reaches a training loop: tiers count it as misses, and
+# the commands of ``torchcache2`` report it.
+
+
+class UnreadableError(Exception):
+    """A segment or directory that this process cannot read."""
+
+
+class DamagedError(UnreadableError):
+    """Bytes that no version of this library has written: a file, a block, a header or its JSON."""
+
+
+class NewerFormatError(UnreadableError):
+    """A segment or a directory of another version of the format, mostly a later one."""
+
+
+class AwayError(OSError):
+    """Bytes in a bucket that fails now; the user has been warned."""
+
+
+class TooLargeError(UnreadableError):
+    """A segment with rows of more bytes than the reader allows."""
+
+
+class UnknownClassError(UnreadableError):
+    """A class, dtype or device that is unknown in this process, or a class whose fields have changed.
+
+    Attributes
+    ----------
+    name : str
+        What is unknown; a class as ``module:qualname``.
+    """
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name!r} {reason}")
+        self.name = name
+
+
+class UnserialisableError(Exception):
+    """A schema without a JSON form; the message names the type at fault, and its place."""
 
 
 def hint(value: object) -> str:

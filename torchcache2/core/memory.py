@@ -297,27 +297,22 @@ def select(tensor: Tensor, positions: Tensor) -> Tensor:
 
 
 def gather(data: Tensor, positions: Tensor, **kind: Any) -> Tensor:
-    """Rows of contiguous uint8 ``(n, bytes)`` on the CPU, in fresh memory of a `kind` of `empty_bytes`."""
-    picked = empty_bytes(len(positions) * data.shape[1], **kind).view(len(positions), data.shape[1])
-    gather_into(picked, data, positions)
-    return picked
-
-
-def gather_into(picked: Tensor, data: Tensor, positions: Tensor) -> None:
-    """Like `gather`, into memory whose storage offset is a multiple of 8 bytes.
+    """Rows of contiguous uint8 ``(n, bytes)`` on the CPU, in fresh memory of a `kind` of `empty_bytes`.
 
     For long rows, torch's `index_select` copies each row with all threads. If other processes use the cores
     too, each such copy may wait for the scheduler. So copy long rows in pieces.
     """
+    picked = empty_bytes(len(positions) * data.shape[1], **kind).view(len(positions), data.shape[1])
     if picked.numel() <= ALONE or torch.get_num_threads() == 1:  # as in a worker of a `DataLoader`
         data.numpy().take(positions.numpy(), 0, picked.numpy(), "clip")  # faster than `np.take`
-        return
+        return picked
     source = as_words(data)
     words = source.shape[1]
     pieces = next((n for n in range(1, 257) if words % n == 0 and words // n < _GRAIN), 1)
     index = (positions[:, None] * pieces + torch.arange(pieces, device="cpu")).view(-1)
     target = picked.view(-1).view(source.dtype).view(-1, words // pieces)
     torch.index_select(source.view(-1, words // pieces), 0, index, out=target)
+    return picked
 
 
 _NUMPY = {

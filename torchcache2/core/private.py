@@ -13,10 +13,9 @@ import os
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from itertools import product, starmap
-from operator import attrgetter, methodcaller
-from typing import Any, NamedTuple, TypeVar
+from operator import attrgetter
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -167,7 +166,7 @@ def _all_hooks() -> Iterator[dict[int, Any]]:
 GLOBAL_HOOKS = tuple(_all_hooks())  # hooks for every module
 parameters_of: Callable[[nn.Module], Mapping[str, Tensor | None]] = attrgetter(PARAMETERS)
 buffers_of: Callable[[nn.Module], Mapping[str, Tensor | None]] = attrgetter(BUFFERS)
-modules_of: Callable[[nn.Module], Mapping[str, nn.Module | None]] = attrgetter(MODULES)
+children_of: Callable[[nn.Module], Mapping[str, nn.Module | None]] = attrgetter(MODULES)
 
 BATCH_NORMS: Any = _first(
     "torch.nn.modules.batchnorm._BatchNorm",
@@ -180,7 +179,7 @@ DROPOUTS: Any = _first(
         *(nn.AlphaDropout, nn.FeatureAlphaDropout),
     ),
 )
-# A method that `nn.DataParallel` calls, and its mark on replicas: else each replica has its own cache.
+# A method that `nn.DataParallel` calls, and its mark on replicas: else these compute with the original.
 REPLICATE, REPLICA_MARK = "_replicate_for_data_parallel", "_is_replica"
 FSDP_MARK = "_is_fsdp_managed_module"  # else recognised by class
 FSDP_MODULES = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
@@ -207,13 +206,7 @@ def form_check(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
     return None
 
 
-def fsdp_policy(module: nn.Module) -> Any:
-    """The dtypes in which `fully_shard` makes a module compute; None if unknown."""
-    ask: Any = getattr(module, "_get_fsdp_state", None)
-    return getattr(ask and ask(), "_mp_policy", None)
-
-
-# Operators and scripts.
+# Operators.
 
 CUSTOM_OPERATORS: Mapping[str, Any] = _first("torch._library.custom_ops.OPDEFS", otherwise={})
 OPERATOR_DEFINITION: Any = _first(
@@ -226,54 +219,6 @@ OPERATOR_FIELDS = (
     *("_autocast_dtype", "_disabled_kernel"),
 )
 REGISTERED_KERNELS: Iterable[str] | None = _first("torch.library._impls")
-SCRIPT = "_c"  # the compiled script of a module
-SCRIPT_FIELDS = frozenset((SCRIPT, "_concrete_type", "_initializing"))
-_ConcreteType: Any = _first("torch._C.ConcreteModuleType")
-
-
-class ScriptParts(NamedTuple):
-    """The parts of a scripted module: its attributes, read anew by ``read(name)``, and its methods."""
-
-    read: Callable[[str], Any]
-    attributes: list[str]
-    constants: dict[str, Any]
-    methods: list[Any]
-
-
-def script_parts(module: nn.Module) -> ScriptParts | None:
-    """The parts of a module with a `SCRIPT`; None if unavailable."""
-    try:
-        script = vars(module)[SCRIPT]
-        kind = _ConcreteType.from_jit_type(methodcaller("_type")(script))
-        names = sorted(methodcaller("_method_names")(script))
-        methods = [methodcaller("_get_method", name)(script) for name in names]
-        for hooks in ("_get_forward_pre_hooks", "_get_forward_hooks"):
-            methods += methodcaller(hooks)(script)
-        constants = dict(sorted(kind.get_constants().items()))
-        return ScriptParts(script.getattr, sorted(kind.get_attributes()), constants, methods)
-    except AttributeError:
-        return None
-
-
-# Process groups.
-
-_get_store: Any = _first("torch.distributed.distributed_c10d._get_process_group_store")
-
-
-def group_store(group: Any) -> Any:
-    """The store of a process group."""
-    return group.get_group_store() if _get_store is None else _get_store(group)
-
-
-def group_timeout(group: Any, devices: Iterable[str]) -> timedelta:
-    """How long a process group waits for a rank; torch's default if unknown."""
-    try:
-        backends = [methodcaller("_get_backend", torch.device(device))(group) for device in devices]
-        timeout: timedelta = min(map(attrgetter("options._timeout"), backends))
-    except AttributeError:
-        from torch.distributed.distributed_c10d import default_pg_timeout as timeout
-    return timeout
-
 
 # The standard library, and the file systems of buckets.
 

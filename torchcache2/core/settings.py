@@ -21,12 +21,11 @@ from torchcache2.core.errors import OptionError, require
 from torchcache2.core.logs import shown
 from torchcache2.core.places import Bucket, Place, Secrets, Servers, place_of
 from torchcache2.core.private import variable
-from torchcache2.core.process import check_group
 from torchcache2.core.sizes import Size, free_disk, free_memory, host_memory, parse_size
 
 Policy = Literal["keep", "lru", "mru"]  # the last is an alias of the first
 MissBatch = Literal["exact", "pad"]
-Distributed = Literal["auto", "off", "node", "collective"]
+Distributed = Literal["auto", "off", "node"]
 Compression = Literal["brotli", "blosc2", "none"]
 
 
@@ -103,13 +102,16 @@ _OPTIONS = {
     "shared_args": _NAMES,
     "item_args": _NAMES,
     "ignore": _NAMES._replace(
-        expected="the path of an attribute or weight, or several, such as ('tokenizer.cache', '*.lora_*')"
+        expected="the path of an attribute or weight, or several, such as ('tokenizer.memo', '*.lora_*')"
     ),
     "probe": _SWITCH,
     "strict": _SWITCH,
     "miss_batch": _one_of(MissBatch),
     "verify": _Option("a share of hits from 0.0 to 1.0", lambda share: 0 <= share <= 1, _share),
-    "distributed": _one_of(Distributed),
+    "distributed": _one_of(Distributed)._replace(
+        expected="'auto', 'off' or 'node'; ranks of several machines share rows and work on Redis servers, "
+        "and rows in a bucket or a common folder"
+    ),
     "claims": _SWITCH,
 }
 _MOST_QUALITY = {"brotli": 11, "blosc2": 9, "none": 11}
@@ -161,7 +163,7 @@ class CacheSettings:
     ignore : str or sequence of str
         Paths of attributes, weights, closures and globals to leave out of the key. Outputs must not depend on
         them; this is not checked. ``*`` matches any text, ``?`` one character. For example a tokenizer's memo
-        (``"tokenizer.cache"``), or disabled adapters (``"*.lora_*"``). Code always counts.
+        (``"tokenizer.memo"``), or disabled adapters (``"*.lora_*"``). Code always counts.
     probe : bool
         Whether to recompute some batches, in parts or as a whole, to check that an item's output does not
         depend on the rest of its batch.
@@ -174,15 +176,11 @@ class CacheSettings:
         compiled forward is compiled for few sizes.
     verify : float
         Share of hits, in [0, 1], to compute again and compare.
-    distributed : {"auto", "off", "node", "collective"}
+    distributed : {"auto", "off", "node"}
         What the ranks of a job share. ``"node"``: the ranks of a machine share one memory tier of
         `max_memory_cache_size` in all, and compute each item only once. Needs Linux, ``policy="keep"`` and
         ``memory_cache_device="cpu"``. ``"off"``: each process has its own memory tier. ``"auto"``: ``"node"``
         if a launcher or `torch.distributed` reports several ranks, and the other options allow it.
-        ``"collective"``: memory as with ``"auto"``; all ranks call forward in step, send each other rows, and
-        divide the items that no rank has.
-    process_group : ProcessGroup or callable, optional
-        The ranks of ``distributed="collective"``, or a function that returns their group. None: all ranks.
     claims : bool
         Whether to wait for an item that another rank is computing. False: two ranks that miss the same item
         at the same time both compute it.
@@ -223,7 +221,6 @@ class CacheSettings:
     miss_batch: MissBatch = "exact"
     verify: float = 0.0
     distributed: Distributed = "auto"
-    process_group: Any = None
     claims: bool = True
     local_dir: str | os.PathLike[str] | None = None
     storage_options: Mapping[str, Any] | None = dataclasses.field(default=None, repr=False)
@@ -255,7 +252,6 @@ class CacheSettings:
             object.__setattr__(self, "storage_options", Secrets(self.storage_options))
         if self.is_persistent and self.compression == "blosc2":
             require("blosc2", "blosc2", "compression='blosc2'")
-        check_group(self.process_group, is_used=self.distributed == "collective")
         if self.distributed == "node" and not self.can_be_shared:
             raise OptionError(
                 "distributed='node' needs policy='keep' and memory_cache_device='cpu', but these are "

@@ -27,10 +27,9 @@ from torchcache2.datasets.options import CAPACITY, aliased, check, check_dataset
 from torchcache2.datasets.recipe import OF_PROCESS, Keeper, Recipe
 from torchcache2.datasets.served import ServedRecipe, kept_in, with_samples
 from torchcache2.datasets.store import Store
-from torchcache2.engine.estimate import Estimate, Looks, row_sizes
-from torchcache2.engine.progress import Progress, WarmupStats
 from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.values.samples import Samples
+from torchcache2.engine.warmup import Estimate, Looks, Progress, WarmupStats, row_sizes
 from torchcache2.files.layout import HEAD
 from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
 
@@ -355,7 +354,7 @@ class CachedDataset(Keeper, Dataset[Any]):
                 counts.hits += found
                 counts.misses += loaded
                 nbytes += size
-                progress.update(lambda: (nbytes, None))  # noqa: B023  # called at once
+                progress.update(lambda: (size, None))  # noqa: B023  # called at once
         finally:
             progress.close()
         levels.flush()

@@ -37,9 +37,9 @@ from torchcache2.datasets.options import (
     is_count,
     level_settings,
 )
-from torchcache2.engine.progress import WarmupStats
 from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.values.samples import Samples
+from torchcache2.engine.warmup import WarmupStats
 
 
 def permutation(count: int, seed: int, stream: int, part: int = 0) -> Positions:

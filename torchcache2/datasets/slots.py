@@ -29,7 +29,7 @@ from torchcache2.core.errors import OptionError
 from torchcache2.core.keys import Array
 from torchcache2.core.logs import logger, shown
 from torchcache2.core.sizes import free_memory, size_text
-from torchcache2.tiers.shared.region import Region, is_alive, start_time
+from torchcache2.tiers.shared.region import Region
 
 _BITS = {"8-bit": torch.uint8, "16-bit": torch.uint16, "32-bit": torch.uint32, "64-bit": torch.uint64}
 _OF_NUMPY = (
@@ -207,17 +207,16 @@ class SharedCache:
         state = self.__dict__.copy()
         for name in ("_region", "_rows", "_states", "_state"):
             del state[name]
-        pid = os.getpid()
-        return state | {"_found": (pid, start_time(pid), self._region.descriptor, self._region.inode)}
+        return state | {"_found": tuple(self._region.place)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        pid, start, descriptor, inode = state.pop("_found")
-        region = Region.open(pid, descriptor, inode) if is_alive(pid, start) else None
+        place = state.pop("_found")
+        region = Region.open(*place)
         if region is None:
             raise RuntimeError(
-                f"the memory of a SharedCache cannot be found in /proc/{pid}: keep it in the process that "
-                f"pickled it (same user, same machine) until all others have started. A SharedCache cannot "
-                f"be saved to a file"
+                f"the memory of a SharedCache cannot be found in /proc/{place[0]}: keep it in the process "
+                f"that pickled it (same user, same machine) until all others have started. A SharedCache "
+                f"cannot be saved to a file"
             )
         self.__dict__.update(state)
         self._map(region)

@@ -21,7 +21,7 @@ from xxhash import xxh3_64_intdigest
 
 from torchcache2.core.process import ProcessLock
 from torchcache2.engine.stats import CacheStats
-from torchcache2.tiers.shared.region import Region, is_alive, start_time
+from torchcache2.tiers.shared.region import Region
 
 COUNTS = (
     "memory_hits",
@@ -66,16 +66,11 @@ class Tally:
         self._pid, self._row = 0, 0
 
     def __getstate__(self) -> Any:
-        if self._region is None:
-            return self._length, None
-        pid = os.getpid()
-        return self._length, (pid, start_time(pid), self._region.descriptor, self._region.inode)
+        return self._length, None if self._region is None else tuple(self._region.place)
 
     def __setstate__(self, state: Any) -> None:
-        (self._length, place), region = state, None
-        if place is not None:
-            pid, start, descriptor, inode = place
-            region = Region.open(pid, descriptor, inode) if is_alive(pid, start) else None
+        self._length, place = state
+        region = None if place is None else Region.open(*place)
         self._begin(_region() if region is None else region)
         self.is_new = region is None
 

@@ -73,11 +73,13 @@ REASONS = {
     "sharded": Reason(
         "module",
         "a rank that finds all items would skip a forward in which others wait. Cache a module that is whole "
-        "on each rank, such as a frozen one outside of the model that is sharded; or have ranks call it in "
-        "step, by distributed='collective' with a persistent_module_hash",
+        "on each rank, such as a frozen one outside of the model that is sharded",
     ),
     "output": Reason("forward"),
-    "unreadable": Reason("module", "reading a missing attribute must raise an AttributeError"),
+    "unreadable": Reason(
+        "module",
+        "reading a missing attribute must raise an AttributeError; of a torch.jit module, cache the original",
+    ),
 }
 _BATCH = {  # advice about a dependence on the batch, by how it was found
     "": (

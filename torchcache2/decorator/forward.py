@@ -13,9 +13,8 @@ import functools
 import threading
 from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from operator import is_
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -30,7 +29,7 @@ from torchcache2.core.rows import Rows
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import is_out_of_memory
 from torchcache2.core.values import UnstorableError, has_attributes, leaves_of, mapped
-from torchcache2.decorator.bypass import Backoff, BypassError, not_stored, of_module
+from torchcache2.decorator.bypass import BypassError, not_stored, of_module
 from torchcache2.decorator.lazymodule import devices_apart, lazies_of, with_device_hint
 from torchcache2.decorator.probe import Probe, talks
 from torchcache2.decorator.tracing import Runner
@@ -41,7 +40,6 @@ from torchcache2.engine.values.outputs import Lists, rows_of
 from torchcache2.engine.values.samples import Samples
 from torchcache2.identity.arguments import BoundCall, Signature, argument_leaves
 from torchcache2.identity.encoding import digest
-from torchcache2.identity.guard import Undo
 from torchcache2.identity.items import item_keys
 from torchcache2.identity.namespace import NamespaceKeeper, Seen
 
@@ -60,11 +58,9 @@ class Known:
     ----------
     signature : Signature
         The signature of the plain method.
-    random : Backoff
-        Calls whose forward was random, or seemed to be, by `context`. A forward that seeds a generator always
-        leaves it in the same state, which may hide the draws: so such calls are never cached again. But with
-        other threads, one of them may have drawn the numbers: then caching is tried again after some calls,
-        with the generators in another state.
+    random : set
+        The contexts of calls whose forward was random, or seemed to be. They are not cached: a forward that
+        seeds a generator would leave it in the same state again, which hides its draws.
     shapes : dict
         The shapes of items' outputs, by group of keys, for calls without side effects; see
         `_shapes_of_items`.
@@ -74,7 +70,7 @@ class Known:
 
     def __init__(self, settings: CacheSettings, keeper: NamespaceKeeper, runner: Runner) -> None:
         self.settings, self.keeper, self.runner = settings, keeper, runner
-        self.random = Backoff(1, 4)
+        self.random = set[bytes]()
         self.shapes: dict[bytes, Shapes | None] = {}
         self.samples = Samples()
         self._lists: dict[bytes, dict[str, bool]] = {}
@@ -99,16 +95,12 @@ class Known:
         return Lists(self.samples, self._lists.setdefault(context, {}))
 
 
-def may_check(
-    known: Known, root: Any, call: BoundCall, seen: Seen, is_first: bool, is_found: bool = False
-) -> bool:
-    """Whether the forward may run just to check a batch, the first of its kind or a later one.
+def may_check(known: Known, root: Any, call: BoundCall, seen: Seen, is_found: bool = False) -> bool:
+    """Whether the forward may run just to check a batch.
 
-    No module is loaded just to check a batch that is all found. Ranks in step divide the work, so that one
-    that computes its whole batch delays all: only without other ranks are later batches checked.
+    No module is loaded just to check a batch that is all found.
     """
-    is_alone = known.settings.distributed != "collective"
-    if seen.shards is not None or devices_apart(call, root, seen) or not (is_first or is_alone):
+    if devices_apart(call, root, seen):
         return False
     loaded = [lazy.module for lazy in lazies_of(known.keeper, call)]
     if is_found and None in loaded:
@@ -127,10 +119,9 @@ class Computation:
         The module or function; `seen` is its state as seen by its keeper for this call.
     checks : Checks
         Decides whether to compute the whole batch.
-    has_run : bool
-        Whether any items were requested.
     ran : list
-        Holds the output of a forward that must not run again.
+        Holds the output of a forward that has run with the caller's arguments, until it is known that it has
+        changed none of them.
     """
 
     def __init__(
@@ -148,15 +139,9 @@ class Computation:
         self.known, self.keeper, self.random = known, known.keeper, known.random
         self.call, self.keys, self.root, self.seen, self.checks = call, keys, root, seen, checks
         self.description, self.distrust = description, distrust
-        self.has_run = False
         self.ran: list[Any] = []
         self._plain = plain
         self._walks = known.keeper.walks
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether the forward waits for other processes: it runs for whole batches, at most once."""
-        return self.seen.shards is not None
 
     @computed_once
     def context(self) -> bytes:
@@ -171,14 +156,12 @@ class Computation:
     @property
     def device(self) -> torch.device:
         """The device of the batch or, without batched tensors, of the weights."""
-        tensors = chain(self.seen.tensors.tensors, self.seen.shards.tensors() if self.seen.shards else ())
-        known = self.call.device or next((tensor.device for tensor in tensors), None)
+        known = self.call.device or next((tensor.device for tensor in self.seen.tensors.tensors), None)
         return known or next((lazy.device() for lazy in lazies_of(self.keeper, self.call)), _CPU)
 
     def dtypes(self) -> set[torch.dtype]:
         """The dtypes of the tensors that the forward reads."""
-        of_shards = self.seen.shards.dtypes() if self.seen.shards else set()
-        return self.call.dtypes | self.seen.tensors.dtypes | of_shards
+        return self.call.dtypes | self.seen.tensors.dtypes
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The output of the plain forward; see `filling`."""
@@ -192,146 +175,122 @@ class Computation:
         NotStoredError
             If the output must not be stored.
         """
-        self.has_run = True
         with with_device_hint(self.keeper.name, self.call, self.root, self.seen, positions):
             return self._output(positions)
 
     def _output(self, positions: Tensor) -> Any:
-        is_whole = len(positions) == self.call.batch_size
-        if not (is_whole or self._may_compute_parts()):
-            return self._whole_batch()
-        if self.is_sharded and self.ran:
-            return self.ran[0]
-        output, inputs, undo = self._traceless(positions, is_whole)
+        if len(positions) == self.call.batch_size:
+            return self._whole()
+        if self._needs_whole_batch():
+            return WholeBatch(self._whole())
+        return self._part(positions)
+
+    def _whole(self) -> Any:
+        """The output of the whole batch, computed with the caller's own arguments.
+
+        Once it has left no trace, parts of the batch are computed by themselves, if that is due.
+        """
+        call, count = self.call, self.call.batch_size
+        positions = torch.arange(count, device="cpu")
+        inputs, state = self._watched(call.args, call.kwargs, positions)
+        output = self.forward(call.args, call.kwargs)
+        self.ran = [output]
+        stop = self._trace(inputs, state, output)
+        if stop is not None:
+            raise NotStoredError(stop.reason, stop.text, output)
+        self.ran = []
         output = self._with_lists(output, positions)
-        shapes = self._shapes_of_items(output, len(positions))
-        is_odd = self._is_odd(shapes)
-        if is_odd and not is_whole:
-            if undo is not None:
-                undo()
-            return self._whole_of_odd(shapes)
-        if is_odd or self.checks.computes_parts:
+        shapes = self._shapes_of_items(output, count)
+        has_other_shape = self._has_other_shape(shapes)
+        if has_other_shape or self.checks.computes_parts:
             # Copy: the forward may reuse this output's memory for the output of a part.
             copied = mapped(_copied, output, objects=True)
             try:
-                whole = self._rows(copied, len(self.keys))
+                whole = self._rows(copied, count)
             except (UnstorableError, OutputError):  # it cannot be stored
                 self.checks.is_conclusive = False
                 return output
-            if is_odd and not self.call.entries:
-                raise not_stored("batch", output, self._odd_text(shapes), cause="shape")
-            if self.call.batch_size > 1 and not self.is_sharded:
-                output = self._probed(copied, whole)
+            if has_other_shape and not call.entries:
+                raise not_stored("batch", output, self._shapes_text(shapes), cause="shape")
+            if count > 1:
+                output = copied
+                self._probe(output, whole)
         self._remember(shapes)
-        if is_whole:
-            output = self._own(output, inputs.tensors)
-        self.ran = [output] if self.is_sharded else []
+        return self._own(output, inputs.tensors)
+
+    def _part(self, positions: Tensor) -> Any:
+        """The output of some items; or, if items had outputs of another shape before, of the whole batch."""
+        call, count = self.call, len(positions)
+        try:
+            args, kwargs = call.take(positions)
+        except UnstorableError as error:
+            self._refuse_part(f"an argument for a part of the batch is {error.what}")
+        inputs, state = self._watched(args, kwargs, positions)
+        undo = self._undo(state)
+        try:
+            output = self.forward(args, kwargs)
+        except Exception as error:
+            if is_out_of_memory(error):  # the whole batch needs even more
+                raise
+            undo()
+            failure = f"the forward of {count} of its {call.batch_size} items raises {shown(error)}"
+            self._refuse_part(failure, cause="raises")
+        stop = self._trace(inputs, state, output)
+        if stop is not None:
+            undo()
+            raise NotStoredError(stop.reason, stop.text, self.forward(call.args, call.kwargs))
+        output = self._with_lists(output, positions)
+        shapes = self._shapes_of_items(output, count)
+        if self._has_other_shape(shapes):
+            undo()
+            text, whole = self._shapes_text(shapes), self._whole()
+            if self._shapes_of_items(whole, call.batch_size) != shapes:
+                raise not_stored("batch", whole, text, cause="shape")
+            return WholeBatch(whole)
+        self._remember(shapes)
         return output
 
-    def _traceless(self, positions: Tensor, is_whole: bool) -> tuple[Any, Inputs, Undo | None]:
-        """Run the forward for some items; returns its output if it had no side effects, and its arguments.
+    def _refuse_part(self, why: str, *, cause: str = "") -> NoReturn:
+        """Raise `NotStoredError` with the whole batch's output; or what the forward raises for that."""
+        raise not_stored("batch", self.forward(self.call.args, self.call.kwargs), why, cause=cause) from None
 
-        The last value undoes its changes, if these were copies. Raises `NotStoredError` after side effects.
-        """
-        # A forward that may be random runs twice, and then needs the caller's unchanged arguments: so at
-        # first it gets copies. A forward that waits for other processes can run only once.
-        was_random = self.context in self.random
-        is_suspect = was_random and not self.is_sharded
-        is_callers = is_whole and not is_suspect
-        try:
-            args, kwargs = (self.call.args, self.call.kwargs) if is_callers else self.call.take(positions)
-        except UnstorableError as error:
-            output = self.forward(self.call.args, self.call.kwargs)
-            why = f"an argument for a part of the batch is {error.what}"
-            raise not_stored("batch", output, why) from None
+    def _watched(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], positions: Tensor
+    ) -> tuple[Inputs, RandomState]:
+        """The state of arguments and random generators before a forward."""
         inputs = Inputs(self.call, args, kwargs, positions, self.known.signature.bind, self._key_bytes)
-        undo = None if is_callers else self.keeper.undo(self.seen, self.root, self.call.objects)
-        state = RandomState(self.keeper.generators)
-        output = self._run(inputs, state, undo, is_suspect, len(positions))
-        self.ran = [output] if is_callers else []  # until we know that nothing was changed
-        try:
-            stop = self._trace(inputs, state, is_suspect, output)
-        except torch.cuda.OutOfMemoryError:
-            if undo is not None:
-                undo()
-            raise
-        self.ran = self.ran if self.is_sharded else []
-        if stop is None and was_random and self.is_sharded:
-            stop = BypassError.because("random", "")
-        if stop is not None:
-            is_own = stop.reason == "random" and (is_suspect or threading.active_count() == 1)
-            output = self._run_again(output, undo, state if is_own else None)
-            raise NotStoredError(stop.reason, stop.text, output)
-        return output, inputs, undo
+        return inputs, RandomState(self.keeper.generators)
+
+    def _undo(self, state: RandomState) -> Callable[..., None]:
+        """What restores the state of the module, of objects among the arguments, and of random generators."""
+        undos = [self.keeper.undo(self.seen, self.root)]
+        undos += [one.keeper.undo(one.seen, one.value) for one in self.call.objects]
+
+        def undo(*, all_of_it: bool = True) -> None:
+            for one in undos:
+                one(all_of_it=all_of_it)
+            if threading.active_count() == 1 and state.moved():  # else another thread may have drawn
+                state.restore()
+
+        return undo
 
     def _key_bytes(self, call: BoundCall) -> Bytes2D:
         return self.known.keys(self.seen.namespace, call).data
 
-    def runs_whole_batch(self) -> bool:
-        """Whether the forward would run for the whole batch, whatever the requested items."""
-        return not self._may_compute_parts()
+    def _needs_whole_batch(self) -> bool:
+        """Whether the forward must run for the whole batch, whatever the requested items.
 
-    def _may_compute_parts(self) -> bool:
-        """Whether the forward may run for a part of the batch.
-
-        It may if such calls had no side effects before: a module that sets itself up, or counts its calls,
-        must do so once, with the caller's own arguments. Also, we must know which arguments belong to items.
+        It may run for a part of the batch if such calls left no trace before: a module that sets itself up,
+        or counts its calls, must do so once, with the caller's own arguments. Also, we must know which
+        arguments belong to items.
         """
-        is_known = self.keys.group in self.known.shapes or self.context in self.random
-        return is_known and not (self.is_sharded or self.checks.computes_parts or self.call.aligned)
+        is_known = self.keys.group in self.known.shapes and self.context not in self.random
+        return not is_known or self.checks.computes_parts or bool(self.call.aligned)
 
-    def _whole_batch(self) -> WholeBatch:
-        output = self._output(torch.arange(self.call.batch_size, device="cpu"))
-        return WholeBatch(output)
-
-    def _run(self, inputs: Inputs, state: RandomState, undo: Undo | None, suspect: bool, count: int) -> Any:
-        """Run the forward for `count` items; raises `NotStoredError` if it refuses a part of the batch."""
-        try:
-            if suspect:
-                return self._run_disturbed(inputs, state)
-            output = self.forward(inputs.args, inputs.kwargs)
-            with contextlib.suppress(RecursionError):  # it is not kept, and returned as it is
-                return mapped(_waited, output, objects=True) if self.is_sharded else output
-            return output
-        except Exception as error:
-            if count == self.call.batch_size or is_out_of_memory(error):  # the whole batch needs even more
-                raise
-            failure = f"the forward of {count} of its {self.call.batch_size} items raises {shown(error)}"
-        # If this raises for the whole batch too, the caller sees that exception, as without a cache.
-        output = self._run_again(None, undo)
-        raise not_stored("batch", output, failure, cause="raises")
-
-    def _run_disturbed(self, inputs: Inputs, state: RandomState) -> Any:
-        """Run the forward with the generators in another state, to see whether it draws numbers."""
-        state.disturb()
-        try:
-            output = self.forward(inputs.args, inputs.kwargs)
-        except BaseException:
-            state.restore()
-            raise
-        if not state.moved():
-            state.restore()
-            self.random.clear(self.context)
-        return output
-
-    def _run_again(self, output: Any, undo: Undo | None, state: RandomState | None = None) -> Any:
-        """An output computed with the caller's own arguments.
-
-        Without `undo`, that is `output`. Otherwise the forward ran with copies: undo its changes, restore the
-        generators to `state`, if given, and run it again.
-        """
-        if undo is None:
-            return output
-        if state is not None:
-            state.restore()
-        undo()
-        return self.forward(self.call.args, self.call.kwargs)
-
-    def _trace(self, inputs: Inputs, state: RandomState, suspect: bool, output: Any) -> BypassError | None:
+    def _trace(self, inputs: Inputs, state: RandomState, output: Any) -> BypassError | None:
         """The traces of the forward for which its output must not be stored; None if it has left none."""
         found = []
-        if (not suspect or self.context in self.random) and state.moved():
-            self.random.add(self.context, "random", is_final=threading.active_count() == 1)
+        if self._is_random(state):
             found.append(BypassError.because("random", ""))
         if changes := self.keeper.changed_since(self.seen, self.root):
             found.append(BypassError.because("state", f"while the forward ran, {changes}"))
@@ -350,6 +309,17 @@ class Computation:
             found.append(BypassError.because("grad", "the output requires grad"))
         return BypassError.all_of(found) if found else None
 
+    def _is_random(self, state: RandomState) -> bool:
+        """Whether random numbers were drawn since `state`."""
+        if not state.moved():
+            return False
+        # If such calls have drawn none before, another thread may have done it.
+        if threading.active_count() == 1 or self.keys.group not in self.known.shapes:
+            if len(self.random) >= _MOST_CONTEXTS:
+                self.random.clear()
+            self.random.add(self.context)
+        return True
+
     def _look_at_loaded(self) -> list[BypassError]:
         """Take modules that the forward has loaded into account; returns reasons not to store the output."""
         self._walks, self.seen = self.keeper.walks, self.keeper.look(self.root)
@@ -359,7 +329,7 @@ class Computation:
             stops.append(BypassError.because("random", why, is_final=False))
         return stops
 
-    def _is_odd(self, shapes: Shapes | None) -> bool:
+    def _has_other_shape(self, shapes: Shapes | None) -> bool:
         """Whether items had outputs of another shape in earlier batches.
 
         Within a batch, all outputs have one shape. If that differs between batches, items depend on them.
@@ -367,23 +337,15 @@ class Computation:
         known = self.known.shapes.get(self.keys.group)
         return self.known.settings.probe and None not in (known, shapes) and known != shapes
 
-    def _whole_of_odd(self, shapes: Shapes | None) -> WholeBatch:
-        """Compute the whole batch, after a part of it had outputs of other shapes than before."""
-        text = self._odd_text(shapes)
-        whole = self._whole_batch()
-        if self._shapes_of_items(whole.output, self.call.batch_size) != shapes:
-            raise not_stored("batch", whole.output, text, cause="shape")
-        return whole
-
-    def _odd_text(self, shapes: Shapes | None) -> str:
+    def _shapes_text(self, shapes: Shapes | None) -> str:
         known = self.known.shapes.get(self.keys.group)
         return f"items of one shape have outputs of the shapes {known} and {shapes}"
 
     def _rows(self, output: Any, count: int) -> Rows:
         return rows_of(output, count, self.lists, device=self.device)
 
-    def _probed(self, output: Any, whole: Rows) -> Any:
-        """The output of the whole batch, once parts were computed alone and compared with its rows."""
+    def _probe(self, output: Any, whole: Rows) -> None:
+        """Compute parts of the batch by themselves, and compare them with its rows."""
         probe = Probe(
             whole,
             self.keys,
@@ -396,24 +358,16 @@ class Computation:
         if found is not None:
             raise not_stored("batch", output, found.text, cause=found.cause)
         self.checks.is_conclusive = probe.is_conclusive
-        return output
 
     def _alone(self, part: Sequence[int], aligned: bool) -> Any:
         """The output of some items, computed by themselves; undoes side effects."""
-        undo = self.keeper.undo(self.seen, self.root, self.call.objects)
-        state = RandomState(self.keeper.generators)
+        undo = self._undo(RandomState(self.keeper.generators))
         try:
             positions = torch.tensor(part, dtype=torch.int64, device="cpu")
             args = self.call.take(positions, aligned=aligned)
             return computed_again(self.forward, *args)
         finally:
-            self.keeper.accept_memos(self.seen, self.root)
-            # The forward has just run for the whole batch, and changed at most attributes that it never
-            # reads: restore these. Restore the rest only without other threads, which may have changed it.
-            undo.attributes()
-            if threading.active_count() == 1:
-                undo()
-                state.restore()
+            undo(all_of_it=threading.active_count() == 1)  # other threads may have changed the rest meanwhile
 
     def _remember(self, shapes: Shapes | None) -> None:
         """Record that such calls have no side effects."""
@@ -448,7 +402,7 @@ class Computation:
             return output
         lists, count = self.lists, len(positions)
         unsettled = lists.unsettled(output, count)
-        if unsettled and may_check(self.known, self.root, self.call, self.seen, True):
+        if unsettled and may_check(self.known, self.root, self.call, self.seen):
             # The forward may reuse this output's memory.
             output = mapped(_copied, output, objects=True)
             part = positions[:1].tolist() * (1 if count > 1 else 2)
@@ -476,11 +430,6 @@ def _storage(tensor: Tensor) -> int:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):  # a subclass or layout without storage
         return 0
-
-
-def _waited(leaf: Any) -> Any:
-    """Wait for a tensor that tensor parallelism returns before it has arrived."""
-    return leaf.trigger_wait() if type(leaf).__name__ == "AsyncCollectiveTensor" else leaf
 
 
 def _copied(leaf: Any) -> Any:

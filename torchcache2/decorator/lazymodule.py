@@ -35,11 +35,11 @@ from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.running import opaque
 from torchcache2.files.directory import Notes
 from torchcache2.identity.arguments import BoundCall
-from torchcache2.identity.codenames import names_of, resolved
 from torchcache2.identity.encoding import digest
 from torchcache2.identity.marks import LAZY_ATTRIBUTE
+from torchcache2.identity.names import names_of, resolved
 from torchcache2.identity.namespace import NamespaceKeeper, Seen, namespace_of
-from torchcache2.identity.sharded import ShardedError, weights_of
+from torchcache2.identity.obstacles import ShardedError, weights_of
 from torchcache2.identity.walk import Lazy
 
 _RACY = 2.0  # seconds; a file may change again within one tick of its file system's clock
@@ -74,7 +74,7 @@ def with_device_hint(name: str, call: BoundCall, root: Any, seen: Seen, position
         yield
     except RuntimeError as error:
         apart = devices_apart(call, root, seen)
-        if apart is None or seen.shards is not None or not _is_torchs(error):
+        if apart is None or not _is_torchs(error):
             raise
         here, there = apart
         moved = "" if there == "meta" else f", or the batch to {there}"  # meta tensors have no content

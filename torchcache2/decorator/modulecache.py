@@ -12,7 +12,6 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,6 @@ from torchcache2.decorator.warmup import arguments_of, estimate, warm_up
 from torchcache2.engine.ahead import Ahead, Asker, Loop
 from torchcache2.engine.batch import Checks, NotStoredError, WrongRowsError
 from torchcache2.engine.cache import Cache, now
-from torchcache2.engine.collective.exchange import apart
 from torchcache2.engine.explain import NOTHING_DIFFERS, CallSeen, compared, of_calls
 from torchcache2.engine.running import Forward, OwnMemoryError
 from torchcache2.engine.stack import TierStack
@@ -194,14 +192,6 @@ class ModuleCache:
         """The folder of the rows; None if they are in memory only."""
         return self.engine.cache_dir
 
-    def alone(self) -> AbstractContextManager[None]:
-        """In this context, this rank answers its calls without the others; see `Cache.alone`."""
-        return self.engine.alone()
-
-    def join(self) -> AbstractContextManager[None]:
-        """Enclose a loop: a rank that finishes early keeps answering the others; see `Cache.join`."""
-        return self.engine.join()
-
     @property
     def module_hash(self) -> str:
         """The namespace, 32 hexadecimal digits, as of now."""
@@ -259,8 +249,7 @@ class ModuleCache:
 
         Rows on disk, on Redis servers or in a bucket are then in memory when the forward needs them, so that
         an epoch takes as long as its steps or its reading, whichever is longer. This takes memory for that
-        many batches besides the memory cache. Missing items are computed as usual. With
-        ``distributed="collective"`` nothing is read ahead.
+        many batches besides the memory cache. Missing items are computed as usual.
 
         The batches are unchanged and in order. The thread of the loop reads the loader some batches early:
         each batch must own its memory, as those of a `DataLoader` do. Any number of loops, also in several
@@ -300,10 +289,6 @@ class ModuleCache:
     def _begin_loop(self) -> Loop:
         """Start a loop whose batches the next calls will use."""
         loop = Loop(self.engine.tell, self.name)
-        if self.engine.collective is not None:
-            text = "%s: nothing is read ahead, as ranks that call in step look up their batches together"
-            self.engine.tell("ahead", text, self.name)
-            return loop
         self.engine.tiers.rooms.append(loop.room)
         self._loops.append(loop)
         return loop
@@ -395,14 +380,9 @@ class ModuleCache:
 
     def _call(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         start, root, runner = time.perf_counter(), self.living_root(), self._known.runner
-        try:
-            computation = self._cacheable(root, forward, args, kwargs)
-        except Exception as error:
-            self.engine.stand_by(error)
-            raise
+        computation = self._cacheable(root, forward, args, kwargs)
         if computation is None:
-            with self.engine.stand_by():
-                return runner.run(forward, args, kwargs)
+            return runner.run(forward, args, kwargs)
         try:
             output = self._cached(computation, start)
             if self._backoff:
@@ -411,17 +391,13 @@ class ModuleCache:
         except BypassError as stop:
             self._step_aside(stop, len(computation.keys), lambda: glance(root, args, kwargs))
         except NotStoredError as stop:
-            is_final = stop.reason != "random" or self._known.random.is_final(computation.context)
+            is_final = stop.reason != "random" or computation.context in self._known.random
             aside = BypassError.of(stop, is_final=is_final)
             self._step_aside(aside, len(computation.keys), lambda: glance(root, args, kwargs))
             return stop.output
-        except OwnMemoryError as stop:
-            if computation.is_sharded and not computation.ran:
-                raise stop.error from None  # other ranks may not run this forward, and it would wait for them
-        if computation.ran:
-            return computation.ran[0]
-        with apart():  # the step with the other ranks is over
-            return runner.run(forward, args, kwargs)
+        except OwnMemoryError:
+            pass
+        return computation.ran[0] if computation.ran else runner.run(forward, args, kwargs)
 
     def _cacheable(
         self, root: Any, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -496,11 +472,10 @@ class ModuleCache:
             return self._computation(root, forward, args, kwargs)
         is_alike = len(self._calls) > 0 and self._calls[-1].group == keys.group
         self._calls.append(self._calls[-1] if is_alike else CallSeen.of(keys, call))
-        if known.random and known.random.reason(context := known.context(seen.namespace, call)):
-            is_final = known.random.is_final(context)
-            raise BypassError.because("random", "its output was random before", is_final=is_final)
+        if known.random and known.context(seen.namespace, call) in known.random:
+            raise BypassError.because("random", "its output was random before")
         checks = Checks()
-        if self.settings.probe and seen.shards is None:
+        if self.settings.probe:
             kind = self._probes.kind(keys.group, self.fingerprint, call, self._probed_before, self.method)
             checks = CallChecks(
                 self._probes, kind, keys, functools.partial(may_check, known, root, call, seen)
@@ -526,7 +501,7 @@ class ModuleCache:
                 cause = "edited" if is_edited else "found"
                 stop = not_stored("batch", stop.output, stop.text, cause=cause)
             raise stop from None
-        if isinstance(checks, CallChecks) and checks.settle(has_run=computation.has_run):
+        if isinstance(checks, CallChecks) and checks.settle():
             self._write_probes(keys.namespace)
         return output
 

@@ -42,7 +42,7 @@ from torchcache2.engine.verify import leaf_differences
 from torchcache2.identity.arguments import BoundCall
 from torchcache2.identity.encoding import digest
 from torchcache2.identity.fingerprint import Fingerprint
-from torchcache2.identity.sharded import modules_of
+from torchcache2.identity.obstacles import modules_of
 from torchcache2.identity.sourcecode import names_in
 
 _ALIKE = 0.75  # batches of one size differ by less than the precision to this power
@@ -190,11 +190,11 @@ class Probes:
 class CallChecks(Checks):
     """The checks of one call; raises `BypassError` if its items are known to depend on their batch.
 
-    When a check is due, ``may_run(is_first, is_found)`` returns whether the forward can run just for it: for
-    a kind's first batch or a later one, all found or not.
+    When a check is due, ``may_run(is_found)`` returns whether the forward can run just for it; `is_found`:
+    for a batch that is all found.
     """
 
-    def __init__(self, probes: Probes, kind: Kind, keys: Keys, may_run: Callable[[bool, bool], bool]) -> None:
+    def __init__(self, probes: Probes, kind: Kind, keys: Keys, may_run: Callable[[bool], bool]) -> None:
         if not kind.counts:
             raise BypassError.because("batch", "an item's output depends on the rest of its batch")
         self.kind = kind
@@ -216,7 +216,7 @@ class CallChecks(Checks):
         is_early = what == _MIXED and counts[what] < _ALL_MIXED
         if not (is_turn or is_early or (found and is_computed_again())):
             return False
-        if not self._may_run(not any(counts), what == _FOUND):
+        if not self._may_run(what == _FOUND):
             return False
         self.computes_parts = is_turn and what != _FOUND
         return True
@@ -225,26 +225,11 @@ class CallChecks(Checks):
         """Record that one forward has computed this batch."""
         self._probes.add_whole(self._keys)
 
-    def settle(self, *, has_run: bool) -> bool:
-        """Count this batch; returns whether the results should be saved.
-
-        A rank in step may get all rows of a batch from others, without running its forward.
-        """
-        if self._counted is None or not self.is_conclusive or (self.computes_parts and not has_run):
+    def settle(self) -> bool:
+        """Count this batch; returns whether the results should be saved."""
+        if self._counted is None or not self.is_conclusive:
             return False
         return _is_power(self._probes.count(self.kind, self._counted))
-
-    def note(self, *, has_run: bool) -> str:
-        """The results for such calls, for other ranks; `has_run`: a due check was done."""
-        return self._note if any(self.kind.counts) or (has_run and self.computes_parts) else ""
-
-    def is_known(self, notes: Collection[str]) -> bool:
-        """Whether other ranks' notes say that such calls were checked."""
-        return self._note in notes
-
-    @property
-    def _note(self) -> str:
-        return f"{self.kind.namespace.hex()} {self.kind.name}"
 
 
 def _is_power(number: int) -> bool:

@@ -91,7 +91,6 @@ def torchcache(
     miss_batch: MissBatch = "exact",
     verify: float = 0.0,
     distributed: Distributed = "auto",
-    process_group: Any = None,
     claims: bool = True,
     local_dir: str | os.PathLike[str] | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -122,7 +121,7 @@ def torchcache(target: Any = None, /, **options: Any) -> Any:
         `enabled`, `subsample_count`, `persistent`, `persistent_cache_dir`, `persistent_module_hash`,
         `max_memory_cache_size`, `max_persistent_cache_size`, `compression`, `compression_quality`,
         `memory_cache_device`, `cache_dtype`, `policy`, `shared_args`, `item_args`, `ignore`, `probe`,
-        `strict`, `miss_batch`, `verify`, `distributed`, `process_group`, `claims`, `local_dir`,
+        `strict`, `miss_batch`, `verify`, `distributed`, `claims`, `local_dir`,
         `storage_options`, `remote_size`.
 
     Returns

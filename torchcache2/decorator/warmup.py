@@ -34,12 +34,11 @@ from torchcache2.core.process import Place, place
 from torchcache2.core.settings import disabled_by_environment
 from torchcache2.core.values import UnstorableError, mapped
 from torchcache2.decorator.bypass import BypassError, of_module
-from torchcache2.engine.estimate import Estimate, Looks, output_sizes
-from torchcache2.engine.progress import ADVICE, OPTION, Progress, WarmupStats
 from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.running import Forward
+from torchcache2.engine.warmup import ADVICE, OPTION, Estimate, Looks, Progress, WarmupStats, output_sizes
 from torchcache2.identity.marks import LAZY_ATTRIBUTE
-from torchcache2.identity.sharded import weights_of
+from torchcache2.identity.obstacles import weights_of
 
 _CPU = torch.device("cpu")
 _SHARED_OUT = ("num_replicas", "num_processes")  # attributes of what gives each rank its own part already
@@ -60,9 +59,9 @@ def warm_up(
     """Compute the items of a dataset that are not cached yet.
 
     In a job of several ranks, all of them call this, and each takes every n-th sample: rank and number of
-    ranks come from `torch.distributed` or, if that is not initialised, from ``RANK`` and ``WORLD_SIZE``; with
-    ``distributed="collective"``, from its process group. Only then do ranks wait for each other. Rank 0 shows
-    progress, rate and time left and, after the first batches, an estimate of memory, disk and time.
+    ranks come from `torch.distributed` or, if that is not initialised, from ``RANK`` and ``WORLD_SIZE``.
+    Ranks do not wait for each other. Rank 0 shows progress, rate and time left and, after the first batches,
+    an estimate of memory, disk and time.
 
     Calls run under `torch.no_grad`, and otherwise in the caller's state: device, autocast, ``eval()``.
     Tensors on the CPU are moved to the device of the module's weights. Random generators keep their state.
@@ -108,39 +107,26 @@ def warm_up(
     >>> backbone.cache_instance.stats().hits
     10
     """
-    self = self.of(method)
-    with self.join():  # ranks may have different numbers of batches, or none, which is an error
-        return _warmed_up(self, data, inputs, batch_size, num_workers)
-
-
-def _warmed_up(
-    self: Any, data: Any, inputs: Callable[[Any], Any] | None, batch_size: int, num_workers: int
-) -> WarmupStats:
-    collective = self.engine.collective
-    root, name, where = self.living_root(), self.name, place() if collective is None else collective.place()
-    if self.engine.is_closed:
-        raise NotCachedError(f"{name}: its cache is closed, so nothing would be kept")
-    is_sharded = self.keeper.looks_sharded(root)  # then all ranks must make equally many calls
-    share = share_of(data, where, batch_size, num_workers, is_even=is_sharded)
+    self, root, share = _begun(self, method, data, batch_size, num_workers)
+    name, is_first = self.name, place().rank == 0
     if not self.settings.enabled or disabled_by_environment():
         logger.info("%s: nothing is warmed up, because caching is turned off", name)
         return WarmupStats(0, 0, 0.0, 0)
-    if where.rank == 0 and getattr(root, "training", False):
+    if is_first and getattr(root, "training", False):
         logger.warning(
             "%s: it is warmed up in training mode, and its rows are found in training mode only; for "
             "evaluation, call .eval() first",
             name,
         )
-    progress = Progress(
-        name, self.engine.counters, self.engine.tiers, share.items, share.total, is_shown=where.rank == 0
-    )
+    counters, tiers = self.engine.counters, self.engine.tiers
+    progress = Progress(name, counters, tiers, share.items, share.total, is_shown=is_first)
     try:
         with torch.no_grad(), _random_as_before(self, share):
             for batch in share.batches:
                 _warm(self, root, batch, inputs, progress)
     finally:
         progress.close()
-    if progress.batches == 0 and share.items != 0 and where.rank == 0:
+    if progress.batches == 0 and share.items != 0 and is_first:
         raise OptionError(_EMPTY)
     self.flush()
     return progress.stats()
@@ -229,11 +215,7 @@ def estimate(
     """
     if type(batches) is not int or batches < 1:
         raise OptionError(f"batches={batches!r}: expected an int of at least 1")
-    self = self.of(method)
-    root, collective = self.living_root(), self.engine.collective
-    if self.engine.is_closed:
-        raise NotCachedError(f"{self.name}: its cache is closed, so nothing would be kept")
-    share = share_of(data, place() if collective is None else collective.place(), batch_size, num_workers)
+    self, root, share = _begun(self, method, data, batch_size, num_workers)
     forward = Forward(_called(self, root))
     looks, start = Looks(), time.perf_counter()
     with torch.no_grad(), _random_as_before(self, share):
@@ -252,6 +234,16 @@ def estimate(
     if mine is None and isinstance(share.batches, Sized):
         mine = total = max(looks.items, len(share.batches) * looks.items // len(looks))
     return looks.estimate(self.engine.tiers, mine, total, advice=ADVICE, option=OPTION)
+
+
+def _begun(
+    cache: Any, method: str | None, data: Any, batch_size: int, num_workers: int
+) -> tuple[Any, Any, Share]:
+    """The cache of a method, its object, and this rank's batches; raises if nothing would be kept."""
+    cache = cache.of(method)
+    if cache.engine.is_closed:
+        raise NotCachedError(f"{cache.name}: its cache is closed, so nothing would be kept")
+    return cache, cache.living_root(), share_of(data, place(), batch_size, num_workers)
 
 
 @contextlib.contextmanager
@@ -330,13 +322,11 @@ class Share(NamedTuple):
     total: int | None
 
 
-def share_of(data: Any, where: Place, batch_size: int, num_workers: int, *, is_even: bool = False) -> Share:
+def share_of(data: Any, where: Place, batch_size: int, num_workers: int) -> Share:
     """A rank's batches of a dataset, a loader, or any other iterable of batches.
 
     Other iterables, and loaders that already divide data among ranks, such as by a `DistributedSampler`, are
-    used as they are. With `is_even`, some samples are repeated, so that all ranks have equally many; for
-    streams and batch samplers, numbers may still differ by one. Raises `OptionError` for anything else, and
-    for empty data.
+    used as they are. Raises `OptionError` for anything else, and for empty data.
     """
     for name, value, least in (("batch_size", batch_size, 1), ("num_workers", num_workers, 0)):
         if type(value) is not int or value < least:
@@ -348,13 +338,13 @@ def share_of(data: Any, where: Place, batch_size: int, num_workers: int, *, is_e
         )
     is_text = isinstance(data, (str, bytes))
     if isinstance(data, DataLoader):
-        share = _of_loader(data, where, is_even)
+        share = _of_loader(data, where)
     elif isinstance(data, IterableDataset):
         stream = _Turns(data, where) if where.world_size > 1 else data
         loader: Any = DataLoader(stream, batch_size, num_workers=num_workers, collate_fn=_collated)
         share = Share(loader, *_counts(data, where))
     elif hasattr(data, "__getitem__") and hasattr(data, "__len__") and not is_text:
-        turns = _turns(range(len(data)), where, is_even)
+        turns = range(len(data))[where.rank :: where.world_size]
         loader = DataLoader(data, batch_size, sampler=turns, num_workers=num_workers, collate_fn=_collated)
         share = Share(loader, len(turns), len(data))
     elif isinstance(data, Iterable) and not is_text:
@@ -369,14 +359,7 @@ def share_of(data: Any, where: Place, batch_size: int, num_workers: int, *, is_e
     return share
 
 
-def _turns(indices: Any, where: Place, is_even: bool) -> Any:
-    """Which of some indices are this rank's, a range or a list."""
-    mine = indices[where.rank :: where.world_size]
-    is_short = is_even and len(mine) * where.world_size < len(indices)
-    return [*mine, indices[0]] if is_short else mine
-
-
-def _of_loader(loader: DataLoader[Any], where: Place, is_even: bool) -> Share:
+def _of_loader(loader: DataLoader[Any], where: Place) -> Share:
     dataset, sampler = loader.dataset, loader.sampler
     if any(hasattr(part, name) for part in (dataset, sampler, loader.batch_sampler) for name in _SHARED_OUT):
         items = len(sampler) if isinstance(sampler, Sized) else None
@@ -392,7 +375,7 @@ def _of_loader(loader: DataLoader[Any], where: Place, is_even: bool) -> Share:
     else:
         count = len(sampler) if isinstance(sampler, Sized) else None
         indices = sorted(set(islice(sampler, count)))  # sorted, as ranks may draw different orders
-    mine = _turns(indices, where, is_even)
+    mine = indices[where.rank :: where.world_size]
     if loader.batch_size is None:  # the dataset's samples are batches
         return Share(_with(loader, sampler=mine), None, None)
     batches = BatchSampler(mine, loader.batch_size, drop_last=False)

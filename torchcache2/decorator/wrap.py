@@ -40,6 +40,7 @@ from torchcache2.identity.marks import (
     ORIGINAL_ATTRIBUTE,
     is_method,
     is_ours,
+    without_ours,
 )
 from torchcache2.identity.namespace import History
 
@@ -145,8 +146,10 @@ def _call(
     # The key identifies the method of the object's own class. If a subclass calls this one by `super()`, that
     # is another computation, not cached by itself.
     is_other = getattr(kind, name, None) is not wrapper and not _is_own(kind, name, wrapper)
-    # A traced call makes no cache, as some exporters reject attributes added by a call.
-    if is_other or ("cache_instance" not in getattr(obj, "__dict__", ()) and is_traced()):
+    # A traced call makes no cache, as some exporters reject attributes added by a call. A replica of
+    # `nn.DataParallel` has copies of the weights, and lives for one call.
+    fields = getattr(obj, "__dict__", ())
+    if is_other or REPLICA_MARK in fields or ("cache_instance" not in fields and is_traced()):
         return forward(*rest, **kwargs)
     return cache_of_object(obj, name).call(forward, rest, kwargs)
 
@@ -185,10 +188,8 @@ def decorate_class(cls: Any, binding: Binding) -> Any:
 def _patch_methods(cls: Any) -> None:
     methods = getattr(cls, BINDING).methods
     wraps: dict[str, Any] = {}
-    if issubclass(cls, nn.Module):
-        wraps = {REPLICATE: _cached_replicate}
-        if "forward" in methods:
-            wraps |= dict.fromkeys(_methods_with_arguments(cls), _watched_method)
+    if issubclass(cls, nn.Module) and "forward" in methods:
+        wraps |= dict.fromkeys(_methods_with_arguments(cls), _watched_method)
     wraps |= {name: functools.partial(decorate_function, binding=None) for name in methods}
     for name, wrap in wraps.items():
         method = getattr(cls, name, None)
@@ -233,12 +234,18 @@ def _restore(cls: Any) -> None:
             _restore(subclass)
 
 
-def _original_method(obj: Any, name: str, wrapper: Callable[..., Any]) -> Callable[..., Any]:
-    """The function inside a class's wrapper, as of now: a notebook may reload classes in place."""
-    added_to = getattr(wrapper, ADDED_ATTRIBUTE, None)
-    if added_to is not None and (owner := added_to()) is not None and isinstance(obj, owner):
-        return getattr(super(owner, obj), name)  # type: ignore[no-any-return]
-    return types.MethodType(getattr(wrapper, ORIGINAL_ATTRIBUTE), obj)
+def _original_method(obj: Any, name: str, wrapper: Any = None) -> Callable[..., Any]:
+    """An object's method without the cache: what is now inside of a class's wrapper, by default its class's.
+
+    A notebook may reload classes in place.
+    """
+    function = getattr(type(obj), name) if wrapper is None else wrapper
+    if is_cached_function(function):
+        added_to = getattr(function, ADDED_ATTRIBUTE, None)
+        if added_to is not None and (owner := added_to()) is not None and isinstance(obj, owner):
+            return getattr(super(owner, obj), name)  # type: ignore[no-any-return]
+        function = getattr(function, ORIGINAL_ATTRIBUTE)
+    return types.MethodType(function, obj)
 
 
 def _is_own(kind: type, name: str, wrapper: Callable[..., Any]) -> bool:
@@ -258,15 +265,6 @@ def _layers(function: Any) -> Iterator[Any]:
     while function is not None:
         yield function
         function = getattr(function, "__wrapped__", None)
-
-
-def _cached_replicate(replicate: Callable[..., nn.Module], method: str) -> Callable[..., nn.Module]:
-    @functools.wraps(replicate)
-    def cached_replicate(self: nn.Module) -> nn.Module:
-        cache_of_object(self)  # make the cache before the replicas, so that they share it
-        return replicate(self)
-
-    return cached_replicate
 
 
 # Ray and Spark pickle a class of ``__main__`` with everything in its ``__dict__``, so these support pickle.
@@ -307,8 +305,7 @@ def cache_of_object(obj: Any, name: str | None = None) -> ModuleCache:
     `DecorationError` if there is none.
     """
     cache = getattr(obj, "__dict__", {}).get("cache_instance")
-    # A replica of `nn.DataParallel` has copies of the weights, and lives for one call.
-    if cache is None or not (cache.root is obj or getattr(obj, REPLICA_MARK, False)):
+    if cache is None or cache.root is not obj:
         cache = None
     elif name is None or cache.method == name:
         return cache  # type: ignore[no-any-return]
@@ -326,7 +323,7 @@ def _make(obj: Any, name: str | None) -> ModuleCache:
     with next(iter(bindings.values())).creation():
         first: Any = obj.__dict__.get("cache_instance")
         first = first if first is not None and first.root is obj else None
-        plains = {method: _plain(obj, method) for method in bindings}
+        plains = {method: _original_method(obj, method) for method in bindings}
         for method, binding in bindings.items():
             if first is None or method not in first.methods:
                 others = [plains[one] for one in plains if bindings[one] is binding and one != method]
@@ -380,10 +377,7 @@ class CachedMethod:
 
     def plain(self) -> Callable[..., Any]:
         """The method without the cache."""
-        if self.own is not None:
-            return self.own
-        obj = self._object()
-        return _plain(obj if obj is not None else self.__self__, self.__name__)
+        return self.own or _original_method(self.__self__, self.__name__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The output, found or computed."""
@@ -400,12 +394,9 @@ class CachedMethod:
         return self.cache.call(Forward(self.plain(), compiler), args, kwargs)
 
     def replicate(self) -> nn.Module:
-        """A replica of the module for `nn.DataParallel`, with the same caches."""
-        module = self.__self__
-        replica: nn.Module = getattr(type(module), REPLICATE)(module)
-        _unwatch(replica)
-        for name, method in methods_of(module).items():
-            replica.__dict__[name] = CachedMethod(replica, name, method.own, method.cache)
+        """A replica of the module for `nn.DataParallel`: it has copies of the weights, and is not cached."""
+        replica: nn.Module = getattr(type(self.__self__), REPLICATE)(self.__self__)
+        replica.__dict__ = without_ours(vars(replica))
         return replica
 
     def holding(self) -> CachedMethod:
@@ -423,7 +414,7 @@ class CachedMethod:
 
     def __reduce__(self) -> tuple[Any, ...]:
         flags = self._held is not None, isinstance(self, _WatchedMethod)
-        return _load_instance, (self._object(), self.own, self.cache, self.__name__, *flags)
+        return _load_instance, (self._object(), self.__name__, self.own, self.cache, *flags)
 
 
 setattr(CachedMethod, ADDED_ATTRIBUTE, METHOD)
@@ -462,7 +453,8 @@ def _run_watched(
     obj: Any, name: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     cache, watched = getattr(obj, "__dict__", {}).get("cache_instance"), _WATCHED.get()
-    if is_traced() or (cache is not None and cache.on_first_call is None):
+    is_seen = cache is not None and cache.on_first_call is None
+    if is_seen or is_traced() or hasattr(obj, REPLICA_MARK):
         return method(*args, **kwargs)
     token = _WATCHED.set(watched | {id(obj)})
     try:
@@ -520,7 +512,7 @@ def _unwatch(module: nn.Module) -> None:
         if isinstance(value, _WatchedMethod):
             del module.__dict__[name]
             if name != value.__name__:  # also stored under another name
-                module.__dict__[name] = _plain(module, value.__name__)
+                module.__dict__[name] = _original_method(module, value.__name__)
 
 
 def _evaluates(method: Callable[..., Any], name: str) -> bool:
@@ -535,29 +527,16 @@ def _evaluates(method: Callable[..., Any], name: str) -> bool:
 
 
 def _load_instance(
-    obj: Any,
-    own: Callable[..., Any] | None,
-    cache: ModuleCache,
-    name: str = "forward",
-    holds: bool = False,
-    is_watched: bool = False,
+    obj: Any, name: str, own: Callable[..., Any] | None, cache: ModuleCache, holds: bool, is_watched: bool
 ) -> CachedMethod:
     if is_watched:
         cache.on_first_call = _unwatch
         return _WatchedMethod(obj, name, own, cache, holds)
-    cache.bind(obj, own or _plain(obj, name), name)
+    cache.bind(obj, own or _original_method(obj, name), name)
     return CachedMethod(obj, name, own, cache, holds)
 
 
 _load_instance.__module__ = "torchcache2"  # the path that pickles name, wherever this file is
-
-
-def _plain(obj: Any, name: str) -> Callable[..., Any]:
-    """The method of an object's class, without the cache."""
-    method = getattr(type(obj), name)
-    if hasattr(method, ORIGINAL_ATTRIBUTE) and is_cached_function(method):
-        method = getattr(method, ORIGINAL_ATTRIBUTE)
-    return types.MethodType(method, obj)
 
 
 def methods_of(obj: Any) -> dict[str, CachedMethod]:
@@ -577,7 +556,7 @@ def decorate_object(obj: Any, binding: Binding, *, exactly: bool) -> None:
     if before == wanted if exactly else wanted.items() <= before.items():
         return
     owns = {name: own_method(obj, name) for name in binding.methods}
-    plains = {name: own or _plain(obj, name) for name, own in owns.items()}
+    plains = {name: own or _original_method(obj, name) for name, own in owns.items()}
     first = None if exactly else next((known[name].cache for name in known if name not in owns), None)
     caches: dict[str, ModuleCache] = {}
     for name, plain in plains.items():
@@ -661,7 +640,9 @@ def _patch_copy(kind: Any) -> None:
         return
 
     def copied(obj: Any) -> Any:
-        twin = _shallow_copy(obj) if own is None else own(obj)
+        twin = copy.copy(_Reduced(obj)) if own is None else own(obj)
+        if isinstance(twin, _Reduced):  # the name of a global object
+            return obj
         memo = {id(obj): twin}
         for name, method in [*getattr(twin, "__dict__", {}).items()]:
             if is_method(method) and name == method.__name__:
@@ -676,25 +657,14 @@ def _patch_copy(kind: Any) -> None:
         kind.__copy__ = copied
 
 
-def _shallow_copy(obj: Any) -> Any:
-    """What `copy.copy` does for a class without ``__copy__``."""
-    reduced = obj.__reduce_ex__(4)
-    if isinstance(reduced, str):
-        return obj
-    make, args, state, items, pairs = (*reduced, None, None, None)[:5]
-    twin = make(*args)
-    if state is not None and hasattr(twin, "__setstate__"):
-        twin.__setstate__(state)
-    elif state is not None:
-        fields, slots = state if isinstance(state, tuple) else (state, None)
-        vars(twin).update(fields or {})
-        for name, value in (slots or {}).items():
-            setattr(twin, name, value)
-    for item in items or ():
-        twin.append(item)
-    for key, value in pairs or ():
-        twin[key] = value
-    return twin
+class _Reduced:
+    """Stands for an object in `copy.copy`, which would call the ``__copy__`` of the object's class again."""
+
+    def __init__(self, obj: Any) -> None:
+        self._obj = obj
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._obj.__reduce_ex__(protocol)
 
 
 def _refer(obj: Any) -> None:

@@ -65,10 +65,6 @@ class WrongRowsError(NotStoredError):
     """Raised when found rows differ from the computed ones."""
 
 
-class NotRunError(BaseException):
-    """Raised in place of a forward that may not run; handled only by the code that forbade it."""
-
-
 class WholeBatch:
     """The result of a computation that computed all items although only some were requested."""
 
@@ -97,14 +93,6 @@ class Checks:
     def computed_whole(self) -> None:
         """Record that one forward has computed the rows of the whole batch."""
 
-    def note(self, *, has_run: bool) -> str:
-        """The results of such calls' checks, for other ranks; `has_run`: the forward ran here."""
-        return ""
-
-    def is_known(self, notes: Collection[str]) -> bool:
-        """Whether the notes of other ranks allow taking their rows."""
-        return True
-
 
 class Source(Protocol):
     """Computes the items of a batch."""
@@ -112,11 +100,6 @@ class Source(Protocol):
     @property
     def checks(self) -> Checks:
         """Whether to check the rows of this batch."""
-        ...
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether the forward of a rank waits for those of other ranks."""
         ...
 
     @property
@@ -141,10 +124,6 @@ class Source(Protocol):
         """The dtypes that the forward reads: comparisons tolerate the rounding of the coarsest."""
         ...
 
-    def runs_whole_batch(self) -> bool:
-        """Whether the forward would run for the whole batch, whatever the requested items."""
-        ...
-
     def description(self, namespace: bytes) -> Mapping[str, Any]:
         """The description of the namespace as JSON, for people and `explain`."""
         ...
@@ -158,7 +137,6 @@ class FunctionSource:
     """A source that is a function of positions."""
 
     lists: Lists | None = None
-    is_sharded = False
 
     def __init__(
         self,
@@ -172,10 +150,6 @@ class FunctionSource:
     def dtypes(self) -> Collection[torch.dtype]:
         """Unknown, as a function may read anything."""
         return ()
-
-    def runs_whole_batch(self) -> bool:
-        """It computes exactly the requested items."""
-        return False
 
     def distrust(self) -> None:
         """Does nothing: a function is not watched for changes."""
@@ -197,10 +171,6 @@ class Hits(NamedTuple):
     positions: Positions
     rows: Rows | None
     checked: Positions
-
-    def is_all(self, count: int) -> bool:
-        """Whether these are all of `count` items, and none needs a check."""
-        return self.rows is not None and len(self.positions) == count and len(self.checked) == 0
 
 
 class Misses(NamedTuple):
@@ -249,8 +219,6 @@ class Batch:
         Whether the whole batch is computed, to compare all found rows.
     is_compared : bool
         Whether any found rows are compared.
-    may_run : bool
-        Whether the forward may run now; False: raise `NotRunError` instead.
     """
 
     def __init__(self, keys: Keys, source: Source, settings: CacheSettings) -> None:
@@ -260,7 +228,6 @@ class Batch:
         self.seconds = 0.0
         self.whole: Rows | None = None
         self.is_checked = self.is_compared = False
-        self.may_run = True
         self._last: Rows | None = None  # the last computed rows
         self._pads = settings.miss_batch == "pad"
 
@@ -338,8 +305,6 @@ class Batch:
         return np.concatenate([positions, np.repeat(positions[-1:], size - count)])
 
     def _timed(self, positions: Positions) -> Any:
-        if not self.may_run:
-            raise NotRunError
         start = time.perf_counter()
         try:
             compute, items = self.source.compute, torch.from_numpy(positions)

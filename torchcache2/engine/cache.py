@@ -3,17 +3,14 @@
 All caches of one budget share a `TierStack`; each keeps the rows of its namespace there. For a batch, the
 cache looks its keys up in the tiers (`find`), and claims the missing ones, so that other processes wait for
 them. The forward computes them, together with hits to verify. The tiers keep the computed rows, and the
-output has hits and computed rows in batch order. With ``distributed="collective"``, a `Collective` does this
-in step with the other ranks.
+output has hits and computed rows in batch order.
 """
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +24,6 @@ from torchcache2.core.logs import ToldOnce, logger, shown
 from torchcache2.core.rows import Parts, Rows
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import is_out_of_memory, size_text
-from torchcache2.core.version import __version__
 from torchcache2.engine.batch import (
     Batch,
     FunctionSource,
@@ -37,7 +33,6 @@ from torchcache2.engine.batch import (
     Source,
     WrongRowsError,
 )
-from torchcache2.engine.collective.exchange import Collective, apart, is_told
 from torchcache2.engine.running import (
     Compiler,
     Forward,
@@ -51,7 +46,7 @@ from torchcache2.engine.stack import Describer, TierStack
 from torchcache2.engine.stats import CacheStats, Counters
 from torchcache2.engine.values.outputs import found, joined, stored
 from torchcache2.engine.verify import differences
-from torchcache2.identity.marks import ADDED_ATTRIBUTE
+from torchcache2.identity.marks import ADDED_ATTRIBUTE, __version__
 from torchcache2.tiers.base import Claim
 
 _CPU = torch.device("cpu")
@@ -103,9 +98,6 @@ class Cache:
         self.is_closed = False
         self.face: Callable[[], Describer | None] = lambda: None  # describes namespaces better; weak
         self.must_stack = False  # refuse rows that do not stack: items depend on their batch
-        self.collective: Collective | None = None
-        if self.settings.distributed == "collective":
-            self.collective = Collective(self.settings, self.tiers, self.counters, type(self).__name__)
         self._random_shares = np.random.default_rng()
         self.tiers.join(self)
 
@@ -173,8 +165,7 @@ class Cache:
         try:
             output = self._output(batch)
         except Exception as error:
-            # If a step of all ranks ended with the error, no rank may continue alone.
-            if not is_out_of_memory(error) or is_told(error) or is_of_forward(error):
+            if not is_out_of_memory(error) or is_of_forward(error):
                 raise
             self.do_without(len(keys), error)
             raise OwnMemoryError(error) from None
@@ -190,28 +181,19 @@ class Cache:
     def _output(self, batch: Batch) -> Any:
         """The output of a batch: find, claim, compute, keep, put together."""
         if self.is_closed:
-            with self.stand_by():
-                return batch.compute_all()
-        if self.collective is not None and (exchange := self.collective.exchange()) is not None:
-            return self.collective.output(exchange, self, batch)
+            return batch.compute_all()
         hits = self.find(batch)
-        rows = None if hits is None or len(hits.positions) < len(batch.keys) else hits.rows
-        if hits is None or rows is None or len(hits.checked):
-            with apart():  # a rank that finds these rows does not run the forward, nor the modules in it
-                if hits is None:
-                    return self.not_stacked(batch)
-                if rows is None:
-                    return self._computed(batch, hits)
-                self.checked(lambda: self._computed(batch, hits))
-        return batch.output(rows)
+        if hits is None:
+            return self.not_stacked(batch)
+        if hits.rows is None or len(hits.positions) < len(batch.keys):
+            return self._computed(batch, hits)
+        if len(hits.checked):
+            self.checked(lambda: self._computed(batch, hits))
+        return batch.output(hits.rows)
 
     def find(self, batch: Batch) -> Hits | None:
         """The rows that the tiers have; None if rows of different schemas do not stack."""
-        if self.collective is None:
-            parts = self.tiers.get(batch.keys).parts
-        else:
-            parts = self.collective.holdings.get(batch.keys)
-        parts = [(positions, found(rows)) for positions, rows in parts]
+        parts = [(positions, found(rows)) for positions, rows in self.tiers.get(batch.keys).parts]
         positions, rows = parts[0] if parts else (_NOWHERE, None)
         if len(parts) > 1:
             positions = np.unique(np.concatenate([where for where, _ in parts]))
@@ -366,11 +348,7 @@ class Cache:
 
     def drop(self, namespace: bytes) -> None:
         """Forget every row of a namespace, on disk too."""
-        (self.tiers if self.collective is None else self.collective).drop(namespace)
-
-    def stand_by(self, error: Exception | None = None) -> AbstractContextManager[None]:
-        """A context for a call that is passed through or raises, in step with other ranks if any."""
-        return contextlib.nullcontext() if self.collective is None else self.collective.stand_by(error)
+        self.tiers.drop(namespace)
 
     def do_without(self, items: int, error: Exception) -> None:
         """Count items computed without the cache because it had no memory for its own work."""
@@ -405,38 +383,6 @@ class Cache:
         """The folder of the rows; None if they are in memory only."""
         directory = self.tiers.directory
         return None if directory is None else Path(directory.path)
-
-    def alone(self) -> AbstractContextManager[None]:
-        """In this context, this rank answers its calls without the others.
-
-        With ``distributed="collective"``, use it for calls that not all ranks make, such as a validation on
-        rank 0. This rank finds its own rows and computes the others, without waiting. The context holds for
-        all modules that this thread calls.
-
-        Examples
-        --------
-        >>> from torchcache2 import torchcache
-        >>> backbone = torchcache(distributed="collective")(torch.nn.Linear(4, 2)).requires_grad_(False)
-        >>> with backbone.cache_instance.alone():
-        ...     features = backbone(torch.rand(3, 4))
-        >>> backbone.cache_instance.stats().received
-        0
-        """
-        return apart()
-
-    def join(self) -> AbstractContextManager[None]:
-        """Enclose a loop: a rank that has finished the loop keeps answering until all others have, too.
-
-        With ``distributed="collective"``, use it for loops in which ranks call a module different numbers of
-        times, such as the extraction of features. All ranks enter it. If the loop raises in one rank, the
-        others raise `RankError`. With other options it does nothing.
-
-        Raises
-        ------
-        RankError
-            If another rank fails, or ends, before it has finished.
-        """
-        return contextlib.nullcontext() if self.collective is None else self.collective.join()
 
     def description(self, namespace: bytes) -> Mapping[str, Any]:
         """A description of the namespace as JSON, for people and `explain`."""

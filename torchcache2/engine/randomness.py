@@ -17,24 +17,16 @@ class RandomState:
     def __init__(self, generators: Iterable[Any]) -> None:
         self._generators = list(generators)
         self._state = self._read()
-        self._disturbed = self._state[0]
 
     def moved(self) -> bool:
-        """Whether a number has been drawn since this was made, or since `disturb`."""
-        (tensors, *others), (before, *others_before) = self._read()[0], self._disturbed
+        """Whether a number has been drawn since this was made."""
+        (tensors, *others), (before, *others_before) = self._read()[0], self._state[0]
         # A device initialised since then has a new generator. Its state is a seed of 8 bytes and an offset,
         # which is 0 until a number is drawn.
         new = tensors[len(before) :]
         return bool(
             tensors[: len(before)] != before or others != others_before or any(any(s[8:]) for s in new)
         )
-
-    def disturb(self) -> None:
-        """Draw from the default generators, so that even a forward that sets a fixed seed changes them."""
-        torch.rand(1, device="cpu")
-        random.random()
-        np.random.random()
-        self._disturbed = self._read()[0]
 
     def restore(self) -> None:
         """Restore the generators' state."""

@@ -13,10 +13,7 @@ from torchcache2.core.sizes import size_text
 
 _UNKNOWN = "not known: no miss was timed"
 # Counts of one cache; the others are of tiers, which several caches may share.
-ADDED_UP = (
-    *("hits", "misses", "received", "sent", "exchange_seconds"),
-    *("verified", "mismatched", "seconds_computed"),
-)
+ADDED_UP = (*("hits", "misses", "verified", "mismatched", "seconds_computed"),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,14 +30,10 @@ class CacheStats:
         Hits that another rank computed while this one waited; of all caches that share the budget.
     taken_over : int
         Items that this rank computed because the rank that had claimed them ended or failed.
-    received, sent : int
-        With ``distributed="collective"``: hits whose rows came from other ranks, and rows sent to them.
-    exchange_seconds : float
-        Time spent on that, waiting for other ranks included.
     bypasses : mapping of str to int
         Items that were computed and not stored, by reason.
     evictions : int
-        Rows forgotten to make room, in all caches that share the budget; without replicas.
+        Rows forgotten to make room, in all caches that share the budget.
     memory_rows : int
         Rows in the memory tier, of all caches that share the budget.
     memory_bytes : int
@@ -83,9 +76,6 @@ class CacheStats:
     misses: int = 0
     waited: int = 0
     taken_over: int = 0
-    received: int = 0
-    sent: int = 0
-    exchange_seconds: float = 0.0
     bypasses: Mapping[str, int] = dataclasses.field(default_factory=dict)
     evictions: int = 0
     memory_rows: int = 0
@@ -117,7 +107,6 @@ class CacheStats:
         on_disk = f"{size_text(self.disk_bytes)} in the directory" if self.disk_bytes else "not sealed yet"
         evicted = f", {self.remote_evictions:,} evicted" if self.remote_evictions else ""
         waited = f"{self.waited:,} rows that other ranks computed; {self.taken_over:,} were taken over"
-        exchanged = f"{self.received:,} rows received and {self.sent:,} sent in {self.exchange_seconds:.2f} s"
         remote = f"{self.remote_rows:,} rows, {size_text(self.remote_bytes)}{evicted}"
         sent = f"{size_text(self.bytes_up)} to the bucket, {size_text(self.bytes_down)} from there"
         faults = f"{self.faults:,} of disk, server or bucket, and {self.corrupt:,} damaged rows or files"
@@ -129,7 +118,6 @@ class CacheStats:
             ("evictions", f"{self.evictions:,}", True),
             ("memory", f"{self.memory_rows:,} rows, {size_text(self.memory_bytes)}", True),
             ("waited", waited, self.waited or self.taken_over),
-            ("exchanged", exchanged, self.exchange_seconds),
             ("disk", f"{self.disk_rows:,} rows, {on_disk}", self.disk_rows or self.disk_bytes),
             ("deleted", f"{self.disk_evictions:,} rows on disk, to make room", self.disk_evictions),
             ("remote", remote, self.remote_rows or self.remote_bytes),
@@ -158,8 +146,8 @@ class Counters:
 
     def __init__(self) -> None:
         self._lock = ProcessLock()
-        self.hits = self.misses = self.received = self.sent = self.verified = self.mismatched = 0
-        self.exchange_seconds = self.seconds_computed = self.seconds_spent = 0.0
+        self.hits = self.misses = self.verified = self.mismatched = 0
+        self.seconds_computed = self.seconds_spent = 0.0
         self.bypasses: dict[str, int] = {}
         self._paces: deque[float] = deque(maxlen=101)  # seconds per row in the last computed batches
 
@@ -174,7 +162,7 @@ class Counters:
             self.seconds_spent += spent
 
     def add(self, **counts: float) -> None:
-        """Add to counts by name, such as ``verified`` and ``mismatched``, or ``received`` and ``sent``."""
+        """Add to counts by name, such as ``verified`` and ``mismatched``."""
         with self._lock():
             for name, count in counts.items():
                 setattr(self, name, getattr(self, name) + count)

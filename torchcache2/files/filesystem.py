@@ -22,8 +22,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
+from torchcache2.core.errors import DamagedError
 from torchcache2.core.process import ProcessLock
-from torchcache2.files.errors import DamagedError
 
 try:
     import fcntl
@@ -456,7 +456,7 @@ def made_at(name: str) -> int:
 def write_whole(
     fs: FileSystem,
     path: str,
-    content: Sequence[memoryview] | Callable[[Descriptor, str], object],
+    content: Sequence[memoryview] | Callable[[Descriptor], object],
     *,
     stem: str,
     suffix: str = "",
@@ -466,10 +466,10 @@ def write_whole(
 ) -> None:
     """Write a file that appears whole or not at all, even if the process is killed or the power fails.
 
-    `content` is bytes, or a function that writes them; it gets the open file and its temporary path, and if
-    it raises, no file appears. The temporary path is `stem`, a fresh `ulid` and `suffix`, in the folder of
-    `path`. The temporary file is locked until it has its final name, so that processes that delete dead
-    writers' files see that this writer lives.
+    `content` is bytes, or a function that writes them to the open file; if it raises, no file appears. The
+    temporary path is `stem`, a fresh `ulid` and `suffix`, in the folder of `path`. The temporary file is
+    locked until it has its final name, so that processes that delete dead writers' files see that this
+    writer lives.
 
     Replaces an existing file; without `replaces`, raises `FileExistsError` instead. With `sync_name`, the
     name is on disk, too, on return. Without `sync`, a power cut may leave garbage.
@@ -482,7 +482,7 @@ def write_whole(
             if fs.lock(file, exclusive=True) is not False and fs.links(file):
                 break  # otherwise another process has deleted it before it was locked
         if callable(content):
-            content(file, temporary)
+            content(file)
         else:
             fs.write_all(file, content, 0)
         if sync:

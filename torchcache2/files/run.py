@@ -22,10 +22,9 @@ from itertools import pairwise
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from torchcache2.core.errors import OptionError
+from torchcache2.core.errors import DamagedError, NewerFormatError, OptionError, UnreadableError
 from torchcache2.core.keys import Array, Positions, Words
 from torchcache2.files.directory import RUNS, CacheDirectory
-from torchcache2.files.errors import DamagedError, NewerFormatError, UnreadableError
 from torchcache2.files.filesystem import Descriptor, Descriptors, FileSystem, ulid, write_whole
 from torchcache2.files.layout import RUN, SEGMENT, TEMPORARY
 from torchcache2.files.segment import Segment
@@ -243,7 +242,7 @@ def write_run(fs: FileSystem, folder: str, namespace: bytes, parts: Sequence[Par
     most = sum(int(part.table["rows"].sum(dtype=np.int64)) for part in parts)
     per_block = -(-most // (_ROWS * _MOST_BLOCKS))
 
-    def write(file: Descriptor, _: str) -> None:
+    def write(file: Descriptor) -> None:
         counts, first_keys, offset = np.zeros(len(table), np.int64), [], 0
         for blocks in _blocks(_merged(parts, targets, most), per_block * _ROWS):
             entries = blocks["entries"].reshape(len(blocks), -1)

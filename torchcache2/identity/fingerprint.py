@@ -18,17 +18,7 @@ _TITLES = {
     "function": "source of function",
     "closure": "closure variable",
 }
-_NAMED = (
-    "attribute",
-    "memo",
-    "closure",
-    "default",
-    "global",
-    "weights",
-    "value",
-)  # what `ignore` can leave out
-_STATE = (ORDER, "attribute ", "attributes of ", "global ", "hook ", "memo ")
-_CODE = ("class ", "closure ", "default ", "function ", "import ", "named ", "value ")
+_NAMED = ("attribute", "closure", "default", "global", "weights", "value")  # what `ignore` can leave out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,13 +52,10 @@ class Fingerprint:
         return cls(namespace, dict(parts), values or {})
 
 
-def differences(before: Fingerprint, now: Fingerprint, only: tuple[str, ...] = ("",)) -> list[str]:
-    """One line for each different part, or for many with the same difference; weights last.
-
-    Only compares parts whose names begin with one of `only`.
-    """
+def differences(before: Fingerprint, now: Fingerprint) -> list[str]:
+    """One line for each different part, or for many with the same difference; weights last."""
     alike: dict[tuple[str, str], list[str]] = {}
-    for kind, path, text in _changed(before, now, only):
+    for kind, path, text in _changed(before, now):
         alike.setdefault((kind, text), []).append(path)
     lines = []
     for (kind, text), paths in alike.items():
@@ -79,18 +66,6 @@ def differences(before: Fingerprint, now: Fingerprint, only: tuple[str, ...] = (
             others = ", ".join(paths[1:_MOST_ALIKE])
             lines[-1] += f", and {len(paths) - 1:,} more: {others}, …"
     return at_most(lines)
-
-
-def differences_of_state(before: Fingerprint, now: Fingerprint) -> list[str]:
-    """The lines of `differences` if two modules with equal code and weights differ in state; else none.
-
-    State may bring code along, such as an object's class, so one of the two may have more code.
-    """
-    apart = {name for name, _ in before.parts.items() ^ now.parts.items()}
-    code = {name for name in apart if not name.startswith(_STATE)}
-    both_have_more = code & before.parts.keys() and code & now.parts.keys()
-    is_state = not both_have_more and all(name.startswith(_CODE) for name in code)
-    return differences(before, now, _STATE) if is_state else []
 
 
 def changes(
@@ -110,7 +85,7 @@ def changes(
         verbs = {at: verb for at, verb in containers.items() if at == place or at.startswith(inside)}
         for at, verb in (verbs or {place: f"was assigned{text}" if text.startswith(":") else text}).items():
             told.add(at)
-            is_own = kind in ("attribute", "memo", "weights")
+            is_own = kind in ("attribute", "weights")
             name = of_root(module, at) if is_own else f"{_TITLES.get(kind, kind)} {at}{of}{owner}"
             lines[f"{name} {verb.strip()}"] = at if kind in _NAMED else ""
     for at in containers.keys() - told:  # in addition to plain values of the same object
@@ -126,9 +101,7 @@ def of_root(module: Any, path: str) -> str:
     return f"self.{path}" if module is not None and name in dir(module) else path
 
 
-def _changed(
-    before: Fingerprint, now: Fingerprint, only: tuple[str, ...] = ("",)
-) -> Iterator[tuple[str, str, str]]:
+def _changed(before: Fingerprint, now: Fingerprint) -> Iterator[tuple[str, str, str]]:
     """Kind, path and difference of each different part; weights last.
 
     Replaces an object by those of its attributes whose values are known.
@@ -142,8 +115,6 @@ def _changed(
     apart = {name for name in parts if before.parts.get(name) != now.parts.get(name)}
     apart -= {ORDER} if len(apart) > 1 else set()  # other attributes have another order, too
     for name in sorted(apart, key=lambda name: (name.startswith("weights "), name)):
-        if not name.startswith(only):
-            continue
         kind, _, path = name.partition(" ")
         if kind == "tensor" and f"weights {path}" in parts:
             continue  # the line about its content includes this

@@ -35,8 +35,8 @@ _DICTS = (PARAMETERS, BUFFERS, MODULES, PRE_HOOKS, HOOKS)  # of every module
 _SMALL, _ALL_SMALL, _LARGE = 13_600, 400_000, 1_050_000
 _ELEMENT, _EMPTY = 200, 800  # comparing an element, or a container, takes as long as so many bytes
 _MOST_LARGE, _MOST_SIZED = 400, 100
-_ENDS = 32  # elements at each end of a container that is too large to be compared whole
 _MOST_COPIED = 1_000_000  # elements
+_ENDS = 32  # elements at each end of a container that is too large to be compared whole
 
 _MAPPINGS = (dict, OrderedDict, defaultdict)
 _DIRECT = (*_MAPPINGS, list, set, deque)  # iterated directly, which takes half the time
@@ -102,7 +102,7 @@ class Guard:
     def _add(self, module: nn.Module, fields: dict[str, Any], names: list[str], left_out: set[str]) -> None:
         self.modules.append(module)
         names = [*names, *(["training"] if "training" in fields else [])]
-        # Some wrappers, such as those of `torch.compile`, lack some dicts; scripted modules have others.
+        # Some wrappers, such as those of `torch.compile`, lack some dicts.
         for (_, empty), (_, filled), name in zip(self._empty, self._filled, _DICTS, strict=True):
             if isinstance(fields.get(name), dict):
                 (filled if fields[name] else empty).append(fields)
@@ -212,31 +212,23 @@ class Guard:
 
 
 class Undo:
-    """Remembers the state that a `Guard` watches, small tensors and grad mode, to restore it in place.
+    """Remembers attributes of `owners`, what a `Guard` watches, small tensors and grad mode, to restore them.
 
-    For example, a forward may set a flag and add a hook when it first runs. `others` belong to arguments of
-    the call.
+    A forward that runs for a part of a batch may change state that its call must find, or leave, unchanged.
     """
 
-    def __init__(
-        self, guard: Guard | None, root: Any, tensors: Iterable[Tensor] = (), others: Sequence[Undo] = ()
-    ) -> None:
-        self._others, self._grad = others, torch.is_grad_enabled()
+    def __init__(self, guard: Guard | None, owners: Iterable[Any], tensors: Iterable[Tensor] = ()) -> None:
+        self._grad = torch.is_grad_enabled()
         self._tensors = [(tensor, tensor.clone()) for tensor in tensors]
-        modules = [*(guard.modules if guard else ()), *([root] if root is not None else [])]
-        self._fields = [(fields, dict(fields)) for fields in map(vars, modules)]
-        self._contents = [
-            (value, value.copy() if value else None)
-            for _, fields in self._fields
-            for value in fields.values()
-            if type(value) in _DIRECT
-        ]
+        fields = list(map(vars, owners))
+        fields += [own[name] for own in fields for name in _DICTS if type(own.get(name)) in _MAPPINGS]
+        self._fields = [(own, dict(own)) for own in fields]
+        self._contents: list[tuple[Any, Any]] = []
         self._variables: list[tuple[Any, str, Any]] = []
         if guard is not None:
-            own = {id(value) for value, _ in self._contents}
             sizes = accumulate(map(size_of, guard.containers))
             few = [one for one, size in zip(guard.containers, sizes, strict=True) if size <= _MOST_COPIED]
-            self._contents += [(value, _copied(value)) for value in few if id(value) not in own]
+            self._contents = [(one, _copied(one)) for one in few]
             for scope, name in guard.scopes:
                 if type(scope) is dict:
                     self._variables.append((scope, name, scope.get(name, _MISSING)))
@@ -244,13 +236,20 @@ class Undo:
                 with contextlib.suppress(ValueError):  # empty cell
                     self._variables.append((cell, "cell_contents", cell.cell_contents))
 
-    def __call__(self) -> None:
-        """Restore everything, in small steps, as other threads may use these objects."""
+    def __call__(self, *, all_of_it: bool = True) -> None:
+        """Restore everything, in small steps, as other threads may use these objects.
+
+        Without `all_of_it`, restore only the attributes of objects and this thread's grad mode.
+        """
+        for fields, before in self._fields:
+            _restore_fields(fields, before)
+        torch.set_grad_enabled(self._grad)
+        if not all_of_it:
+            return
         for tensor, data in self._tensors:
             if not _is_same(tensor, data):
                 with torch.inference_mode():  # buffers made in this mode can only be written in it
                     tensor.copy_(data)
-        self.attributes()
         for scope, name, value in self._variables:
             if isinstance(scope, CellType):
                 setattr(scope, name, value)
@@ -260,16 +259,6 @@ class Undo:
                 scope[name] = value
         for container, before in self._contents:
             _restore(container, before)
-        for undo in self._others:
-            undo()
-
-    def attributes(self) -> None:
-        """Restore only the attributes of modules and this thread's grad mode."""
-        for fields, before in self._fields:
-            _restore_fields(fields, before)
-        for undo in self._others:
-            undo.attributes()
-        torch.set_grad_enabled(self._grad)
 
 
 def _identities(objects: list[Any]) -> bytes:

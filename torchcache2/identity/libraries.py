@@ -1,24 +1,22 @@
-"""Code of libraries: patched installed code, torch's operators, graphs and scripts, and what is left out."""
+"""Code of libraries: patched installed code, torch's operators and graphs, and what is left out."""
 
 from __future__ import annotations
 
 import inspect
-import re
 import types
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchcache2.core.private import (
     CUSTOM_OPERATORS,
     OPERATOR_CODE,
     OPERATOR_DEFINITION,
     REGISTERED_KERNELS,
-    ScriptParts,
 )
-from torchcache2.core.values import leaves_of, same
+from torchcache2.identity.names import taken_by
 from torchcache2.identity.sourcecode import (
     CompiledTexts,
     Origins,
@@ -28,7 +26,6 @@ from torchcache2.identity.sourcecode import (
     names_in,
     origin,
 )
-from torchcache2.identity.uses import taken_by
 
 _LARGEST_REGISTRY = 1000
 
@@ -48,11 +45,6 @@ class InstalledCode:
         self._origins, self._texts = origins, texts
         self._named: dict[int, Any] = {}
         self._reached: dict[int, tuple[set[str], list[types.FunctionType]]] = {}
-
-    def functions(self) -> list[types.FunctionType]:
-        """The functions of installed packages that were followed."""
-        named = [one for one in self._named.values() if isinstance(one, types.FunctionType)]
-        return named + [one for _, reached in self._reached.values() for one in reached]
 
     def reach(self, kind: type) -> set[str]:
         """Follow the forwards of a class and its bases through their package; returns every name used."""
@@ -167,10 +159,6 @@ OPERATOR_NAMESPACES = (type(torch.ops), type(torch.ops.aten), type(torch.ops.hig
 # Kernels for these dispatch keys do not compute outputs.
 _NO_KERNELS = ("Meta", "Autograd", "ADInplace", "Tracer", "Functionalize")
 _OF_TORCH = ("aten", "prim", "prims", "quantized", "torch", "c10d", "_c10d_functional", "higher_order")
-# Positions of code, and numbers that the process gives to scripted classes.
-_OF_PROCESS = re.compile(r" # .*:\d+:\d+$|___torch_mangle_\d+\.", re.MULTILINE)
-_OPAQUE = ("prim::CallMethod", "prim::CallFunction", "prim::PythonOp", "prim::fork")  # they run other code
-_PLAIN = (Tensor, type(None), bool, int, float, complex, str, torch.device)
 
 
 def is_operator(value: Any) -> bool:
@@ -215,48 +203,12 @@ def graph_code(graph: torch.fx.Graph) -> list[Any]:
     return [code.src, sorted(code.globals.items())]
 
 
-def script_code(methods: Iterable[Any]) -> list[Any] | None:
-    """The code of scripted methods or functions and of all that they call; None if unavailable."""
-    parts: list[Any] = []
-    for method in methods:
-        graph = method.inlined_graph
-        if any(graph.findAllNodes(kind) for kind in _OPAQUE):
-            return None
-        # Printed code has only a few digits of each constant, and shortens texts that look like paths.
-        constants = [
-            node.output().toIValue()
-            for node in graph.findAllNodes("prim::Constant")
-            if "value" in node.attributeNames()
-        ]
-        parts.append([method.name, _OF_PROCESS.sub("", graph.str(False)), constants])
-    return parts
-
-
-class ScriptState:
-    """The attributes of a scripted module, and whether they changed."""
-
-    def __init__(self, parts: ScriptParts) -> None:
-        self._parts = parts
-        self.values = self._read()
-        self.is_plain = all(isinstance(leaf, _PLAIN) for leaf in leaves_of(self.values))
-
-    def _read(self) -> dict[str, Any]:
-        return {name: self._parts.read(name) for name in self._parts.attributes}
-
-    def __call__(self, module: object) -> tuple[Any, ...]:
-        """A tuple of one object: the same one as long as the attributes are equal.
-
-        Each read of the attributes themselves returns new objects.
-        """
-        if not same(now := self._read(), self.values):
-            self.values = now
-        return (self.values,)
-
-
 # Left out of namespaces: attributes of these classes, or keys of mappings. No forward of these packages reads
 # them, and they differ between runs that compute the same. In ``attribute.key``, only this key of the dict
 # ``attribute`` is left out.
 _OF_TOKENIZERS = ("name_or_path", "vocab_file", "tokenizer_file")
+# Memos of words and of prompts: packages read and fill them, but no output depends on what is in them.
+_MEMOS = ("cache", "_prompt_length_mapping")
 _LEFT_OUT = {
     # Python's hash of a text, which differs between processes; tells save_pretrained of changes.
     ("transformers", "GenerationConfig"): ("_original_object_hash",),
@@ -268,12 +220,14 @@ _LEFT_OUT = {
     ("transformers", "PreTrainedTokenizerBase"): (
         *_OF_TOKENIZERS,
         *[f"init_kwargs.{name}" for name in _OF_TOKENIZERS],
+        "cache",  # only slow ones have it
     ),
+    ("clip", "SimpleTokenizer"): ("cache",),
+    ("open_clip", "SimpleTokenizer"): ("cache",),
     # The second is a list in the order of a set, which differs between processes; read while loading a
     # config.
     ("diffusers", "FrozenDict"): ("_name_or_path", "_use_default_values"),
     ("peft", "PeftConfigMixin"): ("base_model_name_or_path",),
-    # A memo of its tokenizer's results for prompts.
     ("sentence_transformers", "Transformer"): ("_prompt_length_mapping",),
     # A count of the hooks of the process, to remove one; hooks count where they run.
     ("torch", "RemovableHandle"): ("id", "hooks_dict_ref", "extra_dict_ref"),
@@ -317,11 +271,11 @@ def _listed(table: Mapping[tuple[str, str], tuple[str, ...]], kind: type) -> lis
     ]
 
 
-def is_named(attribute: str, *words: Collection[str]) -> bool:
-    """Whether code with these words, from outside `RELATED` packages, names what is left out."""
+def is_named(attribute: str, own: Collection[str], others: Collection[str]) -> bool:
+    """Whether code names what is left out: the project's, or, except for memos, of packages not `RELATED`."""
     last = attribute.rpartition(".")[2].lstrip("_")
     names = {last, f"_{last}", f"__{last}"} - {*_CALLED}
-    return not all(map(names.isdisjoint, words))
+    return not names.isdisjoint(own if attribute in _MEMOS else {*own, *others})
 
 
 def without_captures(hooks: Mapping[int, Any]) -> list[tuple[int, Any]]:

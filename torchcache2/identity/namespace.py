@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import threading
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from torchcache2.core.logs import ToldOnce, listed, logger
-from torchcache2.core.private import autocast_keeps_weights, modules_of
+from torchcache2.core.private import autocast_keeps_weights, children_of
 from torchcache2.core.process import ProcessLock
 from torchcache2.core.settings import CacheSettings
 from torchcache2.identity.encoding import digest, texts_of
 from torchcache2.identity.fingerprint import Fingerprint, changes, of_root
 from torchcache2.identity.guard import Guard, Undo
 from torchcache2.identity.marks import original
-from torchcache2.identity.memos import Memo
-from torchcache2.identity.sharded import ShardedError, Shards, sharding
+from torchcache2.identity.obstacles import ShardedError, UnsteadyLayer, sharding, unseeded_draws, unsteady
 from torchcache2.identity.sourcecode import CompiledTexts
 from torchcache2.identity.tensors import TensorWatch
-from torchcache2.identity.unsteady import UnsteadyLayer, unseeded_draws, unsteady
-from torchcache2.identity.walk import GENERATORS, Lazy, Loaded, Walk
+from torchcache2.identity.walk import Lazy, Loaded, Walk
 
 _NONE = bytes(16)
 _MOST_REMEMBERED = 16
@@ -32,15 +30,13 @@ _DEVICES = ("cpu", "cuda")
 class Seen(NamedTuple):
     """A namespace, and the state of the tensors when it was computed.
 
-    With `has_old_casts`, the forward may compute with autocast's copies of earlier weights. With `shards`,
-    the forward waits for other processes, and `tensors` lacks their parameters.
+    With `has_old_casts`, the forward may compute with autocast's copies of earlier weights.
     """
 
     namespace: bytes
     tensors: TensorWatch
     generation: int
     has_old_casts: bool = False
-    shards: Shards | None = None
 
 
 class Facts(NamedTuple):
@@ -52,7 +48,7 @@ class Facts(NamedTuple):
     unsteady: UnsteadyLayer | None = None  # the first layer that draws random numbers or mixes items
     names_grad: bool = False  # its code may turn grad mode on
     not_imported: str = ""  # a module that code imports at run time, if not known before
-    sharded: str | None = None  # the part that waits for other processes, if that prevents caching
+    sharded: str | None = None  # the part that waits for other processes, as weights are sharded
     unseeded: str | None = None  # code that draws unseeded random numbers
 
 
@@ -104,10 +100,6 @@ class NamespaceKeeper:
         self.methods: set[str] = set()  # methods of an object that are called from outside
         self.lazies: list[Lazy] = []  # lazily loaded modules
         self._settings = settings
-        # Ranks in step can skip such a forward together. Each has other shards, so a given name must stand
-        # for the weights.
-        in_step = settings.distributed == "collective"
-        self._caches_sharded = in_step and settings.persistent_module_hash is not None
         self._lock = ProcessLock(threading.RLock)
         self._tokens: dict[int, tuple[object, bytes]] = {}
         self._texts = CompiledTexts()
@@ -120,7 +112,6 @@ class NamespaceKeeper:
             self._guard: Guard | None = None
             # The part that prevents caching.
             self._sharded: Callable[[], nn.Module | None] = lambda: None
-            self._shards = Shards()
             self._loaded: list[Loaded] = []
             self._tensors = TensorWatch({})
             self._facts = Facts()
@@ -129,8 +120,6 @@ class NamespaceKeeper:
             self._is_known = False
             self._has_old_casts = False
             self._awaited: set[str] = set()  # modules seen before their import
-            self._memos: dict[int, Memo] = {}
-            self._beside_memos = b""  # the namespace without memos
             self._weights: dict[str, bytes] = {}  # their digests as of the last look; namespaces with these
             self._namespaces: list[bytes] = []
 
@@ -138,19 +127,11 @@ class NamespaceKeeper:
         """Facts about the module as it is now."""
         with self._lock():
             self._notice_structure(root)
-            if self._shards and self._facts.unsteady is None:
-                return self._facts._replace(unsteady=self._shards.unsteady())
             return self._facts
-
-    def looks_sharded(self, root: Any) -> bool:
-        """Whether the module is sharded now, and cached anyway."""
-        with self._lock():
-            self._notice_structure(root)
-            return bool(self._shards)
 
     def requires_grad(self) -> bool:
         """Whether a tensor of the module requires grad; call `facts` first."""
-        return self._tensors.requires_grad or any(t.requires_grad for t in self._shards.tensors())
+        return self._tensors.requires_grad
 
     def look(self, root: Any) -> Seen:
         """The current namespace; for a sharded module, the last one before."""
@@ -171,7 +152,7 @@ class NamespaceKeeper:
             self._has_old_casts = self._has_old_casts and autocast_keeps_weights(_DEVICES)
             tensors = self._tensors
             namespace, generation = self.fingerprint.namespace, tensors.generation
-            return Seen(namespace, tensors, generation, self._has_old_casts, self._shards or None)
+            return Seen(namespace, tensors, generation, self._has_old_casts)
 
     def holds(self) -> bool:
         """Whether the bytes of tensors that arrived since the last check show no edit."""
@@ -183,9 +164,6 @@ class NamespaceKeeper:
         with self._lock():
             before, guard, module = self.fingerprint, self._guard, _owner(root)
             found: dict[str, str] = {}
-            if before.namespace == seen.namespace:
-                lost = [memo for memo in self._memos.values() if not memo.accept()]
-                found |= {f"{of_root(module, memo.path)} was edited": memo.path for memo in lost}
             if seen.tensors.moved() or seen.tensors.generation != seen.generation:
                 names = seen.tensors.moved_names()  # empty if another thread has read them
                 found = {f"{of_root(module, name)} was written to": name for name in names} or {
@@ -207,16 +185,14 @@ class NamespaceKeeper:
                 found |= changes(earlier, before, {}, module)
             return _told(found or {"the module changed": ""})
 
-    def accept_memos(self, seen: Seen, root: Any) -> None:
-        """Ignore entries that a forward has added to memos, unless it changed anything else."""
-        if self._memos:
-            self.changed_since(seen, root)
-
-    def undo(self, seen: Seen, root: Any, objects: Iterable[Any] = ()) -> Undo:
-        """An `Undo` to this state, for the module and `objects`, each an `ObjectSeen` among the arguments."""
-        others = [one.keeper.undo(one.seen, one.value) for one in objects]
+    def undo(self, seen: Seen, root: Any) -> Undo:
+        """What restores the state as it is now."""
         with self._lock():
-            return Undo(self._guard, _owner(root), seen.tensors.small_buffers(), others)
+            owners = [
+                *(self._guard.modules if self._guard else ()),
+                *([root] if _owner(root) is root else []),
+            ]
+            return Undo(self._guard, owners, seen.tensors.small_buffers())
 
     def distrust_tensors(self) -> None:
         """Read the tensors again next time: an optimizer may change them without their version counters."""
@@ -240,26 +216,22 @@ class NamespaceKeeper:
         module = _owner(root)
         guard = None if self._tensors.has_lazy or self._facts.not_imported else self._guard
         self._tensors.same_forms()
-        are_same = guard is not None and guard.same(module) and self._shards.same()
-        if are_same and not (self._memos and not all(one.same() for one in self._memos.values())):
+        if guard is not None and guard.same(module):
             return
         is_sharded = self._facts.sharded is not None
         if is_sharded and (part := self._sharded()) is not None and sharding(part) is not None:
             return
         self._guard = None  # in case the walk is interrupted
         self.walks += 1
-        self._shards = Shards(are_cached=self._caches_sharded)
         try:
             walk = Walk(
                 root,
                 self._tokens,
                 self._texts,
-                shards=self._shards,
                 settings=self._settings,
                 ignore=self._settings.ignore,
                 reads_all=self._is_argument,
                 methods=self.methods,
-                memos=self._memos,
             )
         except ShardedError as stop:
             self._facts, self._sharded = Facts(sharded=str(stop)), stop.part
@@ -278,18 +250,16 @@ class NamespaceKeeper:
                 f"ignore={text!r} matches nothing that the key covers: the names of "
                 ".cache_instance.fingerprint.parts show paths, such as encoder.0.weight",
             )
-        self._tensors = TensorWatch(walk.tensors | self._shards.buffers(), self._tensors)
-        self.generators = walk.generators + self._shards.held(GENERATORS)
-        self.lazies, self._loaded, self._memos = walk.lazies, walk.loaded, walk.memos
+        self._tensors = TensorWatch(walk.tensors, self._tensors)
+        self.generators, self.lazies, self._loaded = walk.generators, walk.lazies, walk.loaded
         for lazy in self.lazies:
             lazy.watchers.add(self)
         self._is_known = False
-        modules = [part for part, _, _ in walk.modules if isinstance(part, nn.Module)]
-        parts = [*modules, *self._shards.parts()]
+        parts = [part for part, _, _ in walk.modules if isinstance(part, nn.Module)]
         self._facts = Facts(
             self._tensors.has_lazy,
             self._tensors.is_blind and self._settings.persistent_module_hash is None,
-            any("parametrizations" in modules_of(part) for part in parts),
+            any("parametrizations" in children_of(part) for part in parts),
             next(filter(None, map(unsteady, parts)), None),
             walk.names_grad,
             not_imported=min(walk.not_imported - self._awaited, default=""),
@@ -328,13 +298,6 @@ class NamespaceKeeper:
                 parts[f"loaded {one.path or 'module'}"] = namespace  # edited, or not the loader's
         parts |= {f"weights {path}": data for path, data in digests.items()}
         values = self._values | {f"weights {path}": text for path, text in self._tensors.forms().items()}
-        if self._memos:
-            # A memo's entries may depend on anything else in the key.
-            before, self._beside_memos = self._beside_memos, Fingerprint.of_parts(parts).namespace
-            for memo in self._memos.values():
-                if before != self._beside_memos:
-                    memo.count()
-                parts[f"memo {memo.path}"] = memo.data
         if name is not None:
             parts = {part: self._parts[part] for part in ("format", "option cache_dtype")}
             parts["persistent_module_hash"] = name.encode()

@@ -55,10 +55,9 @@ from torchcache2.identity.encoding import (
 )
 from torchcache2.identity.fingerprint import Fingerprint
 from torchcache2.identity.guard import MUTABLE, alike, content
-from torchcache2.identity.memos import Memo, memos_of
-from torchcache2.identity.sharded import Shards
+from torchcache2.identity.names import is_plain, unmangled
+from torchcache2.identity.obstacles import ShardedError, sharding
 from torchcache2.identity.sourcecode import CompiledTexts
-from torchcache2.identity.uses import is_plain, unmangled
 
 _FORMAT = 3
 _COMPILED = (  # attributes that the compiler, and Lightning around it, put on modules and tensors
@@ -133,11 +132,10 @@ class _Field(NamedTuple):
 class Walk(CodeWalk):
     """Everything that a module or function computes with, as named parts.
 
-    A nested walk gets the outer walk's `labels`, by id. `shards` decides about sharded modules. With
+    A nested walk gets the outer walk's `labels`, by id. Ends with a `ShardedError` at a sharded module. With
     `reads_all`, even attributes that no code reads count. `methods` are the called methods of an object:
     unless they are just a module's forward, all of its methods count. The `settings` name the folder with
-    remembered digests of files. A path in `places` counts as its number. `memos` are those of the last walk,
-    by id; None: memos count like other dicts.
+    remembered digests of files. A path in `places` counts as its number.
     """
 
     most_objects = most_before_bulk = 100_000
@@ -149,13 +147,11 @@ class Walk(CodeWalk):
         tokens: MutableMapping[int, tuple[object, bytes]],
         texts: CompiledTexts,
         labels: Mapping[int, bytes] | None = None,
-        shards: Shards | None = None,
         settings: CacheSettings | None = None,
         reads_all: bool = False,
         ignore: Iterable[str] = (),
         methods: Collection[str] = (),
         places: Mapping[str, int] | None = None,
-        memos: Mapping[int, Memo] | None = None,
     ) -> None:
         super().__init__(tokens, texts, ignore)
         self.generators: list[Any] = []  # random generators, whose state is not part of the namespace
@@ -166,16 +162,13 @@ class Walk(CodeWalk):
         # Every module found, its attributes that were read, and those that were left out. Includes a root
         # that is a plain object.
         self.modules: list[tuple[Any, list[str], set[str]]] = []
-        self.memos: dict[int, Memo] = {}  # dicts that no output depends on, by id
         self.lazies: list[Lazy] = []  # modules that need not be loaded
         self.loaded: list[Loaded] = []  # those that are
         self.names_grad = False  # whether code may turn grad mode on
-        self.shards = shards if shards is not None else Shards()
         self.uses.is_dynamic = reads_all
         self.uses.root = type(root) if set(methods) - {"forward"} else None
         self._plain_root = root if methods and _has_fields_alone(root) else None  # read like a module
         self._settings, self._places = settings, places or {}
-        self._known_memos = memos
         self._is_inner = labels is not None
         self._labels.update(labels or {})
         self._attributes: list[_Field] = []
@@ -192,10 +185,9 @@ class Walk(CodeWalk):
                 self.parts[f"hook (global) {number}"] = self.encode(hook, f"global hook {number}")
         self.write_replaced()
         # Each round may find more code, which reads more.
-        while self.write_all() or self._read_fields() or self._distrust() or self._refuse_memos():
+        while self.write_all() or self._read_fields() or self._distrust():
             pass
         self._close_fields()
-        self._close_memos()
         self.write_order()
         self.watch_all()
         self.names_grad |= any("enable_grad" in name or "grad_enabled" in name for name in self.parts)
@@ -260,7 +252,7 @@ class Walk(CodeWalk):
             pass
         if self._is_inner:
             return b""  # the element may contain this set, which would never end
-        walk = Walk(element, self._tokens, self._texts, self._labels, self.shards)
+        walk = Walk(element, self._tokens, self._texts, self._labels)
         small = [tensor for tensor in walk.tensors.values() if tensor.nbytes <= _SMALL]
         return digest([Fingerprint.of_parts(walk.parts).namespace, *map(tensor_digest, small)])
 
@@ -376,19 +368,12 @@ class Walk(CodeWalk):
             self.reads.append((_tokenizer, value))
         hidden = _hidden(value, state) if self.origins.of(kind) == "installed" else set()
         state = {name: item for name, item in state.items() if name not in hidden}
-        is_plain_state = not is_pickled and not hidden and has_plain_state(value)
-        memos = dict[str, Memo]()
-        if is_plain_state and self._known_memos is not None:
-            memos = memos_of(value, state, path, self._texts)
-        for attribute, one in memos.items():
-            self.memos.setdefault(id(one.value), one)
-            del state[attribute]
         self._note(value, state, path)
         self.in_order(kind, state)
         head = self.klass(kind, path) + self.state(state, path)
         head += self.encode(cached, path) if cached else b""
-        if is_plain_state:
-            return b"o" + head + b"".join(text_bytes(f"memo {attribute}") for attribute in memos)
+        if not is_pickled and not hidden and has_plain_state(value):
+            return b"o" + head
         if hasattr(kind, "__next__"):
             return self.unreadable(value, path)  # an iterator's position changes with use
         try:
@@ -448,14 +433,17 @@ class Walk(CodeWalk):
         if id(module) in self._labels:
             return self._labels[id(module)]
         label = self.label(module, f"module {path}")
-        if not isinstance(module, nn.Module) or not self.shards.takes(module):
-            with self.inside(type(module)):
-                # Labels are unique, so this path is unique too.
-                self._new_module(module, label.decode(), label.decode().removeprefix("module "))
+        if isinstance(module, nn.Module) and (text := sharding(module)) is not None:
+            raise ShardedError(module, text)
+        with self.inside(type(module)):
+            # Labels are unique, so this path is unique too.
+            self._new_module(module, label.decode(), label.decode().removeprefix("module "))
         return label
 
     def _new_module(self, module: Any, label: str, path: str) -> None:
         kind, own = type(module), vars(module)
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(f"{path or 'it'} is a module of torch.jit, whose changes cannot be noticed")
         where = f"{path}." if path else ""
         head = self.klass(kind, path)
         if path:
@@ -465,13 +453,18 @@ class Walk(CodeWalk):
             for name, tensor in [*private.parameters_of(module).items(), *private.buffers_of(module).items()]:
                 if tensor is not None and not self.ignores(tensor, f"{where}{name}"):
                     self.parts[f"tensor {where}{name}"] = self.encode(tensor, f"{where}{name}")
-            children = self.without_ignored(private.modules_of(module), where)
+            children = self.without_ignored(private.children_of(module), where)
         for name, child in children.items():
             if child is not None:
                 self.parts[f"child {where}{name}"] = self.module(child, f"{where}{name}")
+        if isinstance(module, torch.fx.GraphModule):
+            self.uses.is_dynamic = True  # generated code may read any attribute
+            _ = module.code  # a lazy graph generates its class's code at the first read
+            # The class may have an earlier graph's code, while an interpreter runs the current graph.
+            self.parts[f"graph {path}".rstrip()] = self.encode(module.graph, path)
         fields = {
             name: value
-            for name, value in sorted(marks.without_ours(self._made_by_tools(module, path)).items())
+            for name, value in sorted(marks.without_ours(own).items())
             if name not in _INTERNAL and not name.startswith(_NOISE)
         }
         watched = self.without_ignored(fields, where)
@@ -503,31 +496,6 @@ class Walk(CodeWalk):
                 flags = [key in vars(module).get(f"{hooks}_{flag}", ()) for flag in _HOOK_FLAGS]
                 self.parts[f"hook {name}"] = self.encode([hook, *flags], name)
         self.in_hook = before
-
-    def _made_by_tools(self, module: nn.Module, path: str) -> dict[str, Any]:
-        """Write a module's generated code; returns its attributes except those that represent the code."""
-        fields = vars(module)
-        # Generated code may read any attribute.
-        self.uses.is_dynamic |= isinstance(module, (torch.fx.GraphModule, torch.jit.ScriptModule))
-        if isinstance(module, torch.fx.GraphModule):
-            _ = module.code  # a lazy graph generates its class's code at the first read
-            # The class may have an earlier graph's code, while an interpreter runs the current graph.
-            self.parts[f"graph {path}".rstrip()] = self.encode(module.graph, path)
-        if not isinstance(module, torch.jit.ScriptModule) or private.SCRIPT not in fields:
-            return fields
-        parts, own, code = private.script_parts(module), private.SCRIPT_FIELDS, None
-        if parts is not None:
-            state = libraries.ScriptState(parts)
-            code = libraries.script_code(parts.methods) if state.is_plain else None
-            own = own.union(method.name for method in parts.methods)
-        if parts is None or code is None:
-            self.parts[f"script {path}".rstrip()] = self.unreadable(module, path)
-        else:
-            tensors = {*private.parameters_of(module).keys(), *private.buffers_of(module).keys()}
-            plain = {name: value for name, value in state.values.items() if name not in tensors}
-            self.parts[f"script {path}".rstrip()] = self.encode([code, parts.constants, plain], path)
-            self.reads.append((state, module))
-        return {name: value for name, value in fields.items() if name not in own}
 
     def _read_fields(self) -> bool:
         """Write what code reads from modules' attributes; returns whether there was more than before."""
@@ -563,28 +531,6 @@ class Walk(CodeWalk):
             self.parts[f"global {name}"] = self.encode(container, name)
         return bool(due)
 
-    def _refuse_memos(self) -> bool:
-        """Write memos that other code may use; returns whether there were any."""
-        if not self.memos:
-            return False
-        is_dynamic, functions = self.uses.of(object).is_dynamic, self.followed()
-        refused = [
-            one
-            for key, one in self.memos.items()
-            if is_dynamic or key in self.containers or any(map(one.is_named_by, functions))
-        ]
-        for one in refused:
-            del self.memos[id(one.value)]
-            self.parts[f"memo {one.path}"] = self.encode(one.value, one.path)
-        return bool(refused)
-
-    def _close_memos(self) -> None:
-        """Keep the known memos that are unchanged."""
-        for key, one in self.memos.items():
-            known = (self._known_memos or {}).get(key)
-            if known is not None and known.value is one.value and known.path == one.path and known.same():
-                self.memos[key] = known
-
     def _lazy(self, lazy: Lazy, path: str) -> None:
         """Write how a lazy module is loaded. If it is loaded, watch it like any other.
 
@@ -603,7 +549,7 @@ class Walk(CodeWalk):
         content = lazy.content(settings)
         self.parts[f"files {path}".rstrip()] = content
         if lazy.module is not None:
-            inner = Walk((lazy.module,), lazy.tokens, self._texts, shards=self.shards, settings=settings)
+            inner = Walk((lazy.module,), lazy.tokens, self._texts, settings=settings)
             names = self._take_over(inner, path)
             code = Fingerprint.of_parts(loader.parts).namespace
             self.loaded.append(Loaded(path, lazy, code, content, inner.parts, names))
@@ -697,11 +643,6 @@ def _variable(walk: Walk, value: contextvars.ContextVar[Any], path: str) -> byte
     return b"v" + text_bytes(value.name) + walk.items([(one, path) for one in _of_this_context(value)])
 
 
-def _script_function(walk: Walk, value: Any, path: str) -> bytes:
-    code = libraries.script_code([value])
-    return walk.unreadable(value, path) if code is None else b"J" + walk.encode(code, path)
-
-
 def _storage(walk: Walk, value: torch.UntypedStorage | torch.TypedStorage, path: str) -> bytes:
     dtype = value.dtype if isinstance(value, torch.TypedStorage) else torch.uint8
     return b"B" + walk.encode(torch.empty(0, dtype=dtype, device=value.device).set_(value), path)
@@ -721,7 +662,7 @@ _TABLE: dict[type, Callable[[Walk, Any, str], bytes]] = {
     type(functools.lru_cache(print)): _fields_of(b"hl", "__wrapped__"),
     weakref.ReferenceType: lambda walk, value, path: b"w" + walk.encode(value(), path),
     logging.Logger: _logger,
-    torch.jit.ScriptFunction: _script_function,
+    torch.jit.ScriptFunction: Walk.unreadable,
     torch.UntypedStorage: _storage,
     torch.TypedStorage: _storage,
     torch.fx.Graph: lambda walk, value, path: b"G" + walk.encode(libraries.graph_code(value), path),

@@ -27,7 +27,8 @@ from torchcache2.core.keys import Flags, Keys, Positions
 from torchcache2.core.logs import ToldOnce
 from torchcache2.core.rows import Rows, Schema
 from torchcache2.files.directory import CacheDirectory
-from torchcache2.identity.encoding import digest
+
+_LONGEST_PAUSE = 60.0  # seconds
 
 Make = Callable[[Schema, Sequence[memoryview]], Any]  # see `Tier.get_one`
 
@@ -94,9 +95,44 @@ class Signals:
     tell: ToldOnce | None = None
 
 
-def replicas_of(namespace: bytes) -> bytes:
-    """The namespace that holds the replicas of another one; see `Tier.keep_replicas`."""
-    return digest([namespace, b"replica"])
+class Breaker:
+    """Says when to try a failing folder or server again: after longer and longer pauses, up to a minute.
+
+    Attributes
+    ----------
+    failures : int
+        In a row, without a success.
+    shortest : float
+        The first pause in seconds; each further one is twice as long.
+    """
+
+    def __init__(self, shortest: float = 2.0) -> None:
+        self.failures, self.shortest = 0, shortest
+        self._until = 0.0
+
+    @property
+    def left(self) -> float:
+        """Seconds until it may be tried; 0 or less: now."""
+        return self._until - time.monotonic()
+
+    def allows(self) -> bool:
+        """Whether it may be tried now."""
+        return self.left <= 0.0
+
+    def failed(self, *, is_spared: bool = False) -> None:
+        """Count a failed try, and pause; the first failure in a row can be spared the pause."""
+        self.failures += 1
+        if self.failures > 1 or not is_spared:
+            # Larger exponents would overflow.
+            self.pause(self.shortest * 2.0 ** min(self.failures - 1, 10))
+
+    def pause(self, seconds: float = _LONGEST_PAUSE) -> None:
+        """Allow no tries for some seconds, at most a minute."""
+        self._until = time.monotonic() + min(_LONGEST_PAUSE, seconds)
+
+    def worked(self) -> None:
+        """Count a try that has succeeded."""
+        self.failures = 0
 
 
 class Tier(abc.ABC):
@@ -151,15 +187,6 @@ class Tier(abc.ABC):
     def offer(self, keys: Keys, rows: Rows) -> int:
         """Keep rows as `put` does, but evict no row in use for them, since a slower tier has them too."""
         return self.put(keys, rows)
-
-    def keep_replicas(self, keys: Keys, rows: Rows) -> int:
-        """Keep rows that other ranks own, in room that nothing else needs; returns how many were kept.
-
-        The keys are distinct, and in the namespace `replicas_of(owner's namespace)`; dropping the owner's
-        drops them. The tier forgets no other row for them, forgets them first when it needs room, and does
-        not count that as an eviction.
-        """
-        return 0
 
     def claims(self, keys: Keys) -> TierClaim | None:
         """A claim on distinct keys that `get` has missed; None if this tier has no claims."""

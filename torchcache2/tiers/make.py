@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
-from torchcache2.core.errors import OptionError
+from torchcache2.core.errors import NewerFormatError, OptionError
 from torchcache2.core.logs import ToldOnce, logger
 from torchcache2.core.process import has_peers, ranks_here
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import size_text
 from torchcache2.files.directory import CacheDirectory
-from torchcache2.files.errors import NewerFormatError
 from torchcache2.files.filesystem import FileSystem
 from torchcache2.files.removal import used_bytes
 from torchcache2.tiers.base import Signals, Tier
@@ -102,7 +101,7 @@ def make_tiers(
     budget, ranks = settings.memory_budget(), 1 if job is None else ranks_here()
     # Rows that wait to be written count as memory, too.
     queue = max(_LEAST_QUEUED, min(_MOST_QUEUED, budget // 4)) // ranks if settings.is_persistent else 0
-    tiers = [_memory(settings, max(0, budget - queue * ranks), in_use, description, job)]
+    tiers = [_memory(settings, max(0, budget - queue * ranks), in_use, job)]
     if settings.is_persistent:
         try:
             tiers.append(_lasting(settings, queue, in_use, description, job, opened, claims=settings.claims))
@@ -167,12 +166,10 @@ def make_levels(
     return tiers or [MemoryTier(0)]
 
 
-def _memory(
-    settings: CacheSettings, budget: int, in_use: InUse, description: Description, job: bytes | None
-) -> Tier:
+def _memory(settings: CacheSettings, budget: int, in_use: InUse, job: bytes | None) -> Tier:
     if job is not None:
         try:
-            return SharedTier(job, budget, in_use, description, spills=settings.is_persistent)
+            return SharedTier(job, budget, in_use, spills=settings.is_persistent)
         except SharingError as error:
             logger.warning(
                 "each rank has its own memory cache, because they cannot share one: %s", str(error)

@@ -1,4 +1,4 @@
-"""How the processes of a job find each other: the job's name, folders private to its user, and `Scratch`.
+"""How the processes of a job find each other: its name, files and locks in folders of one user, `Scratch`.
 
 A pid is unique within one container or machine only, and several may see the same folder. So file names
 include the machine, and a process leaves files of other machines alone.
@@ -15,15 +15,20 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 
 from torchcache2.core.process import AtExit, ray_job
-from torchcache2.core.version import __version__
 from torchcache2.files.filesystem import Descriptor, FileSystem
 from torchcache2.identity.encoding import digest
+from torchcache2.identity.marks import __version__
 from torchcache2.tiers.shared.region import start_time
 
 JOB = "TORCHCACHE_JOB"
+_NONE = (1 << 31) - 1  # a number that no open file has
+_FIRST_PAUSE, _LONGEST_PAUSE = 50e-6, 2e-3  # seconds
+_TRIES = 1000  # to enter a folder that others remove
+_MOST_LOOKED_AT = 100  # files of other jobs
 _RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 
 
@@ -76,6 +81,96 @@ def is_own(path: str) -> bool:
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
+class LockTimeoutError(Exception):
+    """Another process has held the lock for too long, or the system has no locks."""
+
+
+class NodeLock:
+    """``with lock(): …``; `LockTimeoutError` after a long wait. One thread of a process at a time.
+
+    It is a `flock`, which the system releases when a process is killed. Waiting ends after a while, because
+    the holder may be stopped. A forked child inherits the open file, and with it the parent's lock, which
+    would then outlive a killed parent: so the child opens the file anew at once.
+
+    Attributes
+    ----------
+    file : Descriptor
+        The file to lock, opened by this process itself.
+    patience : float
+        Seconds to wait without progress of the holder.
+    progress : callable
+        Returns a number that the holder increments during long work.
+    """
+
+    def __init__(self, file: Descriptor, patience: float) -> None:
+        self.patience = patience
+        self.progress: Callable[[], int] = int
+        self.file, self._pid, self._fs = file, os.getpid(), FileSystem()
+        own = weakref.ref(self)
+
+        def reopen() -> None:
+            lock = own()
+            if lock is not None:
+                lock._reopen()
+
+        os.register_at_fork(after_in_child=reopen)
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Hold the lock; a holder must not ask for it again."""
+        try:
+            self._acquire()
+            yield
+        finally:
+            self._fs.unlock(self.file)  # does nothing if not acquired
+
+    def _acquire(self) -> None:
+        if os.getpid() != self._pid:  # forked without Python's fork hooks
+            self._reopen()
+        deadline, pause, seen = time.monotonic() + self.patience, _FIRST_PAUSE, self.progress()
+        while not self._fs.lock(self.file, exclusive=True):
+            if time.monotonic() > deadline:
+                if self.progress() == seen:
+                    raise LockTimeoutError(f"the lock of the ranks was not free for {self.patience:g} s")
+                deadline, seen = time.monotonic() + self.patience, self.progress()
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _reopen(self) -> None:
+        inherited, self.file, self._pid = self.file, Descriptor(_NONE), os.getpid()
+        with contextlib.suppress(OSError):  # then locking fails, but the parent's lock stays untouched
+            self.file = Descriptor(os.open(f"/proc/self/fd/{inherited.number}", os.O_RDWR | os.O_CLOEXEC))
+
+
+@contextlib.contextmanager
+def locked(path: str, patience: float = 10.0) -> Iterator[NodeLock]:
+    """Hold the lock of a file by which processes find each other; made if need be, with its folder.
+
+    `OSError` if others can enter the folder, `LockTimeoutError` if the lock is not free.
+    """
+    for _ in range(_TRIES):  # others may remove both meanwhile
+        try:
+            own_folder(os.path.dirname(path))
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            lock = NodeLock(Descriptor(os.open(path, flags, 0o600)), patience)
+        except FileNotFoundError:
+            continue
+        with lock():
+            if FileSystem().same(lock.file, path):
+                yield lock
+                return
+    raise FileNotFoundError(f"{path} cannot be made")
+
+
+def remove_leftovers(folder: str, prefix: str, own: str, remove: Callable[[str], None]) -> None:
+    """Call `remove` for what other jobs may have left in a folder: some paths with a prefix, but our own."""
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        others = (entry.path for entry in entries if entry.name.startswith(prefix) and entry.path != own)
+        for path, _ in zip(others, range(_MOST_LOOKED_AT), strict=False):
+            with contextlib.suppress(OSError, ValueError):
+                remove(path)
+
+
 _EXIT_PRIORITY = 0  # below the writer's, which writes into the folder first
 _PREFIX = "torchcache2-"
 _CACHE = "cache"
@@ -91,7 +186,7 @@ class Scratch:
 
     def __init__(self, job: bytes | None = None) -> None:
         self._fs = fs = FileSystem()
-        self._remove_leftovers(fs)
+        remove_leftovers(tempfile.gettempdir(), _PREFIX, "", self._remove_if_dead)
         self._pid, self._is_shared = os.getpid(), job is not None
         self._alive: Descriptor | None = None
         while self._alive is None:
@@ -124,22 +219,13 @@ class Scratch:
                 _delete(self._top)
             self._alive = None
 
-    @staticmethod
-    def _remove_leftovers(fs: FileSystem) -> None:
-        """Delete the folders of this user whose processes are dead."""
-        folder = tempfile.gettempdir()
-        with contextlib.suppress(OSError):
-            for info in fs.listing(folder):
-                if not info.is_folder or not info.name.startswith(_PREFIX):
-                    continue
-                top = os.path.join(folder, info.name)
-                with contextlib.suppress(OSError):
-                    if not _is_scratch(fs, top):
-                        continue
-                    alive = fs.open(os.path.join(top, _ALIVE))
-                    # Meanwhile the job may have ended, and another have made the folder anew.
-                    if fs.lock(alive, exclusive=True) and fs.links(alive):
-                        _delete(top)
+    def _remove_if_dead(self, top: str) -> None:
+        """Delete a folder of this user whose processes are dead."""
+        if _is_scratch(self._fs, top):
+            alive = self._fs.open(os.path.join(top, _ALIVE))
+            # Meanwhile the job may have ended, and another have made the folder anew.
+            if self._fs.lock(alive, exclusive=True) and self._fs.links(alive):
+                _delete(top)
 
 
 def _of_job(fs: FileSystem, job: bytes) -> tuple[str, Descriptor]:
@@ -170,7 +256,8 @@ def _delete(top: str) -> None:
 
 def _is_scratch(fs: FileSystem, top: str) -> bool:
     """Whether a folder was made by a run of this user, and has no other content."""
-    if os.lstat(top).st_uid != os.getuid():
+    status = os.lstat(top)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         return False
     listing = {info.name: info.is_folder for info in fs.listing(top)}
     is_known = listing in ({_ALIVE: False}, {_ALIVE: False, _CACHE: True})

@@ -7,10 +7,9 @@ import time
 import pytest
 
 from tests.helpers.buckets import SCHEMES, bucket, new_bucket, opened, options_of
-from torchcache2.core.errors import OptionError
+from torchcache2.core.errors import NewerFormatError, OptionError
 from torchcache2.core.places import Bucket
 from torchcache2.files.directory import TAG_TEXT
-from torchcache2.files.errors import NewerFormatError
 from torchcache2.tiers.bucket.objects import Objects
 
 
@@ -123,7 +122,8 @@ def test_a_half_object_of_a_folder_is_seen_under_another_name_only(file, tmp_pat
 
     monkeypatch.setattr(os, "replace", fail)
     assert not file.write("a/fingerprint.json", b"1")
-    file._paused_until.clear()
+    file._writing.pause(0)
+    file._using.pause(0)
     assert file.faults == 1 and [info.name for info in file.listing("a")] == [name]
 
 

@@ -34,7 +34,8 @@ def answering(request, tmp_path):
 
 
 def wait_for_the_pause(objects):
-    objects._paused_until.clear()
+    objects._using.pause(0)
+    objects._writing.pause(0)
 
 
 def texts(log):

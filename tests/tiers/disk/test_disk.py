@@ -1,6 +1,5 @@
 """The disk tier: what is in the directory, who sees it, what goes when it is full, whose files are left."""
 
-import enum
 import errno
 import gc
 import json
@@ -126,35 +125,7 @@ def test_segments_have_the_codec_that_was_asked_for(make, path, codec):
     assert (size_of(path) < 0.9 * raw) == (codec != "none")
 
 
-def test_the_callers_keys_may_change_before_rows_are_sealed(make, path):
-    tier, keys = make(), keys_of(range(3))
-    keys = Keys(keys.namespace, keys.data.copy())
-    tier.put(keys, rows_of(range(3), 4))
-    keys.data[:] = 0
-    tier.flush()
-    assert sealed_names(path, range(5)) == [0, 1, 2]
-
-
 # When rows are sealed
-
-
-def test_rows_wait_and_can_be_read_meanwhile(make, path):
-    tier = make()
-    assert put(tier, range(10)) == 10
-    assert found(tier, range(12)) == list(range(10))
-    assert segments(path) == []
-    tier.flush()
-    assert len(segments(path)) == 1
-    assert found(tier, range(12)) == list(range(10))
-    tier.flush()
-    assert len(segments(path)) == 1
-
-
-def test_rows_are_sealed_after_a_while(make, path):
-    tier = make(delay=0.01)
-    put(tier, range(10))
-    wait_until(lambda: segments(path))
-    assert sealed_names(path, range(10)) == list(range(10))
 
 
 def test_rows_are_sealed_when_there_are_enough(make, path):
@@ -165,13 +136,6 @@ def test_rows_are_sealed_when_there_are_enough(make, path):
     for file in segments(path):
         assert 100_000 < file.stat().st_size < 150_000
     assert found(tier, range(400), 250) == list(range(400))
-
-
-def test_rows_are_sealed_at_close(make, path):
-    tier = make()
-    put(tier, range(10))
-    tier.close()
-    assert sealed_names(path, range(10)) == list(range(10))
 
 
 def test_rows_of_a_temporary_directory_are_not_written_at_close(make, path):
@@ -1072,26 +1036,6 @@ def test_segments_of_a_class_that_is_not_imported_wait_for_it(
     back = rows.to_pytree(device=CPU)
     assert type(back) is user_classes.Output and positions.tolist() == list(range(5))
     assert torch.equal(back.x, output.x) and torch.equal(back.y, output.y)
-
-
-def test_outputs_that_have_no_json_form_stay_in_memory(make, log):
-    class Local(dict):
-        pass
-
-    class Kept(enum.Enum):
-        ONE = 1
-
-    torch.utils._pytree.register_pytree_node(
-        Local, lambda node: (list(node.values()), Kept.ONE), lambda values, context: Local(x=values[0])
-    )
-    tier = make()
-    for _ in range(3):
-        output = Local(x=torch.rand(2, 3))
-        assert tier.put(keys_of(["a", "b"]), Rows.from_pytree(output, 2, device=CPU)) == 0
-    seal(tier, range(3))
-    assert found(tier, range(3)) == [0, 1, 2]
-    (warning,) = warnings_of(log)
-    assert "stay in memory" in warning.getMessage()
 
 
 def test_a_segment_in_another_namespaces_folder_is_nobodys(make, path, log):

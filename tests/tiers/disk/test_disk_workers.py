@@ -1,6 +1,5 @@
 """Workers of a `DataLoader` that write: none loses rows when it ends, and none has more than it can write."""
 
-import contextlib
 import os
 import threading
 import time
@@ -9,7 +8,6 @@ import pytest
 
 from tests.helpers import warm
 from tests.helpers.storage import NEVER, Unsynced, keys_of, put, sealed_names
-from torchcache2.tiers.base import Signals
 from torchcache2.tiers.disk.tier import DiskTier
 
 SOAK = bool(os.environ.get("SOAK"))
@@ -82,29 +80,6 @@ def test_no_more_waits_than_is_written_in_time(tmp_path, rate):
     assert max(waited) > 0.05 * rate or rate > 3e6
     tier.close()
     assert sealed_names(tmp_path, range(90), 20_000) == list(range(90))
-
-
-def test_rows_are_written_where_a_drop_waits_for_them(tmp_path):
-    drops, written = [0], []
-
-    @contextlib.contextmanager
-    def publishing():
-        before = sealed_names(tmp_path, range(5))
-        yield
-        written.append((before, sealed_names(tmp_path, range(5))))
-
-    @contextlib.contextmanager
-    def dropped_just_before():
-        drops[0] += 1
-        yield
-        assert sealed_names(tmp_path, range(5)) == [1, 2]  # none came, to be deleted again
-
-    for context in (publishing, dropped_just_before):
-        signals = Signals(drops=lambda: drops[0], publishing=context)
-        tier = DiskTier(tmp_path, delay=NEVER, signals=signals)
-        put(tier, [1, 2] if context is publishing else [3])
-        tier.close()
-        assert (written, sealed_names(tmp_path, range(5))) == ([([], [1, 2])], [1, 2])
 
 
 def test_without_a_time_all_may_wait_that_the_queue_allows(tmp_path):

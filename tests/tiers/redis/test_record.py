@@ -19,10 +19,10 @@ from xxhash import xxh3_64_intdigest
 from tests.helpers.outputs import assert_same
 from tests.helpers.storage import CPU, NAMESPACES, keys_of, rows_of
 from torchcache2.core import sizes
+from torchcache2.core.errors import UnserialisableError
 from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
 from torchcache2.files.codec import codec
-from torchcache2.files.errors import UnserialisableError
 from torchcache2.files.layout import MOST_SCHEMA_BYTES
 from torchcache2.tiers.redis.record import Records
 

@@ -40,7 +40,8 @@ class Handle:
     def __init__(self, servers, codec, buffer):
         hosts = [server.url for server in servers]
         self.tier = RedisTier(Servers.of(hosts, buffer=buffer), codec=codec, delay=NEVER, claims=False)
-        self.tier._clients.shortest = 0.0  # a server is tried again at once
+        for node in self.tier._clients._known.values():
+            node.using.shortest = 0.0  # a server is tried again at once
         self.waiting = set()
 
     def get(self, names, space):

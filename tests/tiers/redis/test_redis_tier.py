@@ -1,9 +1,7 @@
 """What `RedisTier` does beside what every tier does: when it sends, what it forgets, and what it survives."""
 
-import collections
 import contextlib
 import gc
-import os
 import threading
 
 import numpy as np
@@ -13,7 +11,6 @@ import torch
 from tests.helpers import warm
 from tests.helpers.redis import PROGRAMS, RedisServer, emptied, names
 from tests.helpers.storage import (
-    CPU,
     NAMESPACES,
     NEVER,
     found,
@@ -24,12 +21,10 @@ from tests.helpers.storage import (
     wait_until,
     warnings_of,
 )
-from torchcache2.core.rows import Rows
 from torchcache2.tiers import writer
 from torchcache2.tiers.base import Signals
 from torchcache2.tiers.redis import tier as module
 from torchcache2.tiers.redis.record import claim_names, row_names
-from torchcache2.tiers.redis.tier import RedisTier
 
 
 def size_of(server):
@@ -63,30 +58,6 @@ def test_rows_are_sent_when_there_are_enough(server, tiers):
     put(tier, [7, 8])
     wait_until(lambda: size_of(server) == 6)
     assert found(tiers([server]), range(9)) == [0, 1, 2, 3, 7, 8]
-
-
-def test_rows_are_sent_after_a_while(server, tiers):
-    tier = tiers([server], buffer=100, delay=0.02)
-    for name in range(3):
-        put(tier, [name])
-        wait_until(lambda count=name + 1: size_of(server) == count)
-
-
-def test_rows_are_sent_at_flush_and_close_and_before_stats(server, tiers):
-    for number, end in enumerate([RedisTier.flush, RedisTier.stats, RedisTier.close]):
-        tier = tiers([server], buffer=100, delay=NEVER)
-        put(tier, [number])
-        assert size_of(server) == number
-        end(tier)
-        assert size_of(server) == number + 1
-
-
-def test_rows_that_others_need_are_sent_at_once(server, tiers):
-    epochs = [0]
-    tier = tiers([server], buffer=100, delay=NEVER, signals=Signals(seals=lambda: epochs[0]))
-    put(tier, [1])
-    epochs[0] = 1
-    wait_until(lambda: size_of(server) == 1)
 
 
 def test_a_large_batch_is_sent_in_pieces(server, tiers, monkeypatch):
@@ -153,17 +124,9 @@ def test_a_row_that_is_on_its_way_while_it_is_dropped_is_gone_afterwards(server,
     assert found(tier, [5], namespace=NAMESPACES[1]) == [5]
 
 
-def test_what_waits_is_forgotten_when_another_process_drops_rows(server, tiers, monkeypatch):
+def test_a_row_that_another_process_drops_on_its_way_is_gone_afterwards(server, tiers, monkeypatch):
     drops = [0]
-    signals = Signals(drops=lambda: drops[0])
-    tier = tiers([server], buffer=100, delay=NEVER, signals=signals)
-    put(tier, [1, 2])
-    put(tier, [1], namespace=NAMESPACES[1])
-    drops[0] = 1
-    assert found(tier, [1, 2]) == [] and not tier.has(keys_of([1])).any()
-    tier.flush()
-    assert size_of(server) == 0
-
+    tier = tiers([server], buffer=100, delay=NEVER, signals=Signals(drops=lambda: drops[0]))
     run = tier._clients.run
 
     def dropped_meanwhile(commands, words):
@@ -175,29 +138,6 @@ def test_what_waits_is_forgotten_when_another_process_drops_rows(server, tiers, 
     put(tier, [1, 2])
     tier.flush()
     assert size_of(server) == 0 and found(tier, [1, 2]) == []
-
-
-def test_rows_get_to_the_server_where_a_drop_waits_for_them(server, tiers):
-    drops, sizes = [0], []
-
-    @contextlib.contextmanager
-    def publishing():
-        before = size_of(server)
-        yield
-        sizes.append((before, size_of(server)))
-
-    @contextlib.contextmanager
-    def dropped_just_before():
-        drops[0] += 1
-        yield
-        assert size_of(server) == 2  # none came, to be deleted again
-
-    for context in (publishing, dropped_just_before):
-        signals = Signals(drops=lambda: drops[0], publishing=context)
-        tier = tiers([server], buffer=100, delay=NEVER, signals=signals)
-        put(tier, [1, 2] if context is publishing else [3])
-        tier.flush()
-        assert (sizes, size_of(server)) == ([(0, 2)], 2)
 
 
 def test_drop_leaves_what_others_have_on_the_server(server, tiers):
@@ -288,17 +228,6 @@ def test_garbage_under_our_names_is_a_miss_and_is_overwritten(server, tiers, log
     assert len(warnings_of(log)) == 1
 
 
-def test_outputs_that_cannot_be_written_down_are_told_once(server, tiers, log):
-    tier = tiers([server])
-    Pair = collections.namedtuple("Pair", "x y")
-    rows = Rows.from_pytree(Pair(torch.rand(2, 3), 1), 2, device=CPU)
-    for namespace in NAMESPACES:
-        assert tier.put(keys_of(range(2), namespace), rows) == 0
-    (record,) = warnings_of(log)
-    assert "not sent to a Redis server" in record.getMessage()
-    assert tier.stats().faults == 0
-
-
 def test_rows_that_are_too_large_are_told_once(server, tiers, log, monkeypatch):
     monkeypatch.setattr(module, "MOST_ROW_BYTES", 1000)
     tier = tiers([server])
@@ -316,7 +245,8 @@ def test_rows_that_are_too_large_are_told_once(server, tiers, log, monkeypatch):
 def test_a_server_that_comes_back_empty_is_filled_again(tiers, program, log):
     with RedisServer(program) as server:
         tier = tiers([server])
-        tier._clients.shortest = 0.05
+        for node in tier._clients._known.values():
+            node.using.shortest = 0.05
         put(tier, range(5))
         tier.flush()
         server.kill()
@@ -393,7 +323,8 @@ def test_rows_that_a_server_forgets_are_only_missed(tiers, program, log):
 def test_servers_are_killed_and_begun_again_while_threads_read_and_write(tiers):
     with RedisServer() as first, RedisServer() as second:
         tier = tiers([first, second], buffer=5, delay=0.01)
-        tier._clients.shortest = 0.01
+        for node in tier._clients._known.values():
+            node.using.shortest = 0.01
         errors, is_over = [], threading.Event()
 
         def work(number):
@@ -496,24 +427,6 @@ def test_the_garbage_collector_may_close_it_at_any_point(server, tiers, monkeypa
 
 
 # Processes.
-
-
-def test_a_forked_child_begins_with_nothing_and_its_parent_sends_what_waited(server, tiers):
-    tier = tiers([server], buffer=100, delay=NEVER)
-    put(tier, [1, 2])
-    pid = os.fork()
-    if pid == 0:  # nothing may be raised here, as pytest would go on in the child
-        code = 1
-        with contextlib.suppress(BaseException):
-            code = 2 * (found(tier, [1, 2]) != []) + 4 * (put(tier, [3]) != 1)
-            code += 8 * (found(tier, [3]) != [3])
-            tier.flush()
-            code += 16 * (size_of(server) != 1)
-        os._exit(code)
-    assert os.waitpid(pid, 0)[1] == 0
-    assert found(tier, [1, 2, 3]) == [1, 2, 3]
-    tier.flush()
-    assert size_of(server) == 3
 
 
 SENT_AT_EXIT = """

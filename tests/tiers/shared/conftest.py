@@ -15,7 +15,7 @@ def join(tmp_path):
 
     def one(budget=10**8, in_use=None, **options):
         tier, number = SharedTier(JOB, budget, in_use, folder=str(tmp_path), **options), len(tiers)
-        tier._claims.thread = lambda: 1000 * threading.get_native_id() + number
+        tier.thread = lambda: 1000 * threading.get_native_id() + number
         tiers.append(tier)
         return tier
 

@@ -15,7 +15,7 @@ from tests.tiers.shared.scripts import JOB
 from torchcache2.core.rows import Rows
 from torchcache2.tiers.shared import board as board_module
 from torchcache2.tiers.shared.board import Board, Tickets
-from torchcache2.tiers.shared.tier import Claims, SharedClaim, SharedTier
+from torchcache2.tiers.shared.tier import SharedClaim, SharedTier
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ class TestClaims(ClaimContract):
     claim, put = staticmethod(claim), staticmethod(put)
 
     def tally(self, tier):
-        return tier._claims.tally
+        return tier.tally
 
     def left(self, tier):
         (table,) = tier._tables.open.values()
@@ -158,7 +158,7 @@ def test_four_times_the_longest_computation_is_not_stuck(two, monkeypatch):
 def test_more_claims_than_tickets_compute_without(join):
     tier, held = join(), []
     for number in range(1100):
-        tier._claims.thread = lambda number=number: number + 1  # as if each call came from another thread
+        tier.thread = lambda number=number: number + 1  # as if each call came from another thread
         held.append(claim(tier, [number]))
     assert all(len(c.mine) == 1 for c in held)
     for c in held:
@@ -207,7 +207,7 @@ def test_an_interrupt_at_any_line_leaves_nothing_claimed(two):
     """What is left of the call is freed with the exception, as it is in a session that goes on."""
     first, second = two
     # In a function with a lock, tracing would also interrupt where no signal can: before it is released.
-    members = [member for cls in (Claims, SharedClaim, Board, Tickets) for member in vars(cls).values()]
+    members = [member for cls in (SharedClaim, Board, Tickets) for member in vars(cls).values()]
     traced = {member.__code__ for member in members if inspect.isfunction(member)}
     claim(first, [0]).release()
     for number in range(1, 1000):

@@ -80,7 +80,7 @@ def test_processes_that_are_killed_and_stopped_at_any_time(tmp_path):
 def together(script, path, *places):
     """What four processes print that `meet` in some places."""
     folder = path / "job"
-    folder.mkdir()
+    folder.mkdir(0o700)
     processes = [warm.start(script, folder, number) for number in range(4)]
     for place in places:
         for process in processes:

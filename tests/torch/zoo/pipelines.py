@@ -126,7 +126,7 @@ def open_clip(torchcache):
     tokenizer, images = open_clip.SimpleTokenizer(context_length=12), random(3, 16, 16)
     torchcache(model.encode_image)
 
-    @torchcache(item_args="texts", ignore=("tokenizer.cache",))
+    @torchcache(item_args="texts")
     def embed(texts):
         return model.encode_text(tokenizer(texts), normalize=True)
 

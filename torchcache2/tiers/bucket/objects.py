@@ -12,24 +12,22 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from torchcache2.core.errors import OptionError
+from torchcache2.core.errors import AwayError, DamagedError, NewerFormatError, OptionError
 from torchcache2.core.logs import ToldOnce
 from torchcache2.core.places import Bucket
 from torchcache2.core.process import ProcessLock
 from torchcache2.files.directory import TAG, check_format, stated_format
-from torchcache2.files.errors import AwayError, DamagedError, NewerFormatError
 from torchcache2.files.filesystem import FileInfo
 from torchcache2.files.layout import head_size
-from torchcache2.tiers.breaker import Breaker
+from torchcache2.tiers.base import Breaker
 from torchcache2.tiers.bucket.connection import Connection, Kind, Texts, kind_of
 
 _MOST_TAG, _MOST_TEXT = 4096, 64 << 10  # bytes
 _MISTAKES = (TypeError, ValueError, ImportError, AttributeError)  # options that a library refuses
-_READING, _WRITING = b"reading", b"writing"  # credentials may allow one of them only
 T = TypeVar("T")
 
 
-class Objects(Breaker):
+class Objects:
     """The objects below the URL of a bucket; handles faults of the bucket itself.
 
     Names are relative to the URL. Threads may share this; a forked child makes its own connection. Failed
@@ -53,8 +51,10 @@ class Objects(Breaker):
 
     Attributes
     ----------
-    corrupt : int
-        Damaged objects: their readers count them here.
+    faults, corrupt : int
+        Requests that failed; damaged objects, which their readers count here.
+    cause : Exception or None
+        Why the bucket is not used now, without secrets; None if it works.
     bytes_up, bytes_down : int
         Bytes written and read.
     is_closed : bool
@@ -70,12 +70,13 @@ class Objects(Breaker):
         backoff: float = 0.5,
         pause: float = 2.0,
     ) -> None:
-        super().__init__(tell, pause)
         self.bucket = bucket
-        self.corrupt = self.bytes_up = self.bytes_down = 0
+        self.tell = ToldOnce() if tell is None else tell
+        self.cause: Exception | None = None
+        self.faults = self.corrupt = self.bytes_up = self.bytes_down = 0
         self._patience, self._tries, self._backoff = patience, tries, backoff
         self._texts = Texts(bucket.storage_options)
-        self._causes: dict[bytes | None, Exception] = {}  # None: neither reading nor writing works
+        self._using, self._writing = Breaker(pause), Breaker(pause)  # credentials may forbid writing only
         self._lock = ProcessLock()
         self._shared: dict[str, Any] = {}  # see `Connection`
         self._held: list[Connection] = []  # this process's connection, once made
@@ -87,11 +88,6 @@ class Objects(Breaker):
     def __repr__(self) -> str:
         return f"Objects({self.bucket.url!r})"
 
-    @property
-    def cause(self) -> Exception | None:
-        """Why reading pauses, without secrets; None if it works."""
-        return self._causes.get(None) or self._causes.get(_READING)
-
     def check(self) -> None:
         """Raise an error if the URL cannot be that of a cache directory.
 
@@ -101,7 +97,7 @@ class Objects(Breaker):
         """
         url = self.bucket.url
         try:
-            self._patiently(self._check, _READING)
+            self._patiently(self._check)
         except (OptionError, NewerFormatError):
             raise
         except Exception as error:
@@ -112,7 +108,7 @@ class Objects(Breaker):
                 raise OptionError(f"{url} refuses the credentials ({text}): see storage_options") from None
             if kind in (Kind.NO_BUCKET, Kind.GONE):
                 raise OptionError(f"{url}: there is no such bucket ({text}): make it first") from None
-            self._met(error, _READING)
+            self._met(error)
 
     def listing(self, folder: str = "") -> list[FileInfo] | None:
         """The names directly in a folder, in order; None if the bucket fails."""
@@ -187,7 +183,7 @@ class Objects(Breaker):
                 size = os.fstat(file.fileno()).st_size
         except OSError:
             return False
-        return self._ask(upload, False, _WRITING)
+        return self._ask(upload, False, writes=True)
 
     def write(self, name: str, data: bytes) -> bool:
         """Write an object of some bytes, replacing it; returns whether that worked."""
@@ -197,7 +193,7 @@ class Objects(Breaker):
             self._count(up=len(data))
             return True
 
-        return self._ask(write, False, _WRITING)
+        return self._ask(write, False, writes=True)
 
     def remove(self, names: Sequence[str]) -> None:
         """Delete objects; some may be gone already.
@@ -214,7 +210,7 @@ class Objects(Breaker):
                     raise error
 
         try:
-            self._patiently(remove, _WRITING)
+            self._patiently(remove, writes=True)
         except Exception as error:
             raise OSError(f"{self.bucket.url}: {self._texts.of(error)}") from None
 
@@ -223,20 +219,21 @@ class Objects(Breaker):
         self.is_closed = True
         self._forget()
 
-    def _ask(self, what: Callable[[Connection], T], failed: T, part: bytes = _READING) -> T:
+    def _ask(self, what: Callable[[Connection], T], failed: T, *, writes: bool = False) -> T:
         """The result of a function of the connection; `failed` if the bucket fails or pauses."""
-        if self.is_closed or not self.allows(part):
+        if self.is_closed or not self._allows(writes):
             return failed
         try:
-            return self._patiently(what, part)
+            return self._patiently(what, writes=writes)
         except Exception as error:
             if not self.is_closed:
-                self._met(error, part)
+                self._met(error, writes)
         return failed
 
-    def _patiently(self, what: Callable[[Connection], T], part: bytes) -> T:
+    def _patiently(self, what: Callable[[Connection], T], *, writes: bool = False) -> T:
         """Call a function of the connection until it works, or the tries are used up."""
-        left = 1 if self._causes.keys() & {None, part} else self._tries
+        breakers = [self._using, self._writing] if writes else [self._using]
+        left = 1 if any(breaker.failures for breaker in breakers) else self._tries
         seconds = self._backoff
         while True:
             is_new = not self._held
@@ -258,21 +255,26 @@ class Objects(Breaker):
             if kind is Kind.FAULT:
                 time.sleep(seconds * random.uniform(0.5, 1.5))
                 seconds *= 2
-        for works in (None, part):
-            self._causes.pop(works, None)
-        self.worked(part)
+        self.cause = None
+        for breaker in breakers:
+            breaker.worked()
         return answer
 
-    def _met(self, error: Exception, part: bytes) -> None:
-        """Respond to a fault: pause requests to the bucket, or only those that the credentials forbid."""
+    def _allows(self, writes: bool) -> bool:
+        return self._using.allows() and (not writes or self._writing.allows())
+
+    def _met(self, error: Exception, writes: bool = False) -> None:
+        """Respond to a fault: pause requests to the bucket, or only writes that the credentials forbid."""
         self.faults += 1
         text, url = self._texts.of(error), self.bucket.url
-        stops = None if kind_of(error) is Kind.FAULT else part
-        if self.allows(part):  # another thread may have met the fault at the same time
-            self.failed(stops, is_lasting=True)
-        self._causes[stops] = OSError(f"{url}: {text}")
+        is_of_all = not writes or kind_of(error) is Kind.FAULT
+        if self._allows(writes):  # another thread may have met the fault at the same time
+            (self._using if is_of_all else self._writing).failed()
+        if is_of_all:
+            self.cause = OSError(f"{url}: {text}")
         message = "%s fails (%s): %s. It is not used for now, and tried again later"
-        self.tell(f"{url} {part!r} {type(error).__name__}", message, url, part.decode(), text)
+        part = "writing" if writes else "reading"
+        self.tell(f"{url} {part} {type(error).__name__}", message, url, part, text)
 
     def _connection(self) -> Connection:
         with self._lock():

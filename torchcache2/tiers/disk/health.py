@@ -2,7 +2,7 @@
 
 It never raises an exception. It counts each fault, warns once of each kind, and may stop reading or writing,
 for a while or for good. If one namespace cannot be written, but its parent folder can, such as one that
-another user owns, only that namespace stops; otherwise the whole directory does.
+another user owns, the others go on; otherwise the whole directory pauses.
 """
 
 from __future__ import annotations
@@ -10,27 +10,28 @@ from __future__ import annotations
 import contextlib
 import errno
 
+from torchcache2.core.errors import DamagedError, NewerFormatError
 from torchcache2.core.logs import ToldOnce
 from torchcache2.core.sizes import size_text
 from torchcache2.files.directory import CacheDirectory
-from torchcache2.files.errors import DamagedError, NewerFormatError
 from torchcache2.files.filesystem import is_read_only
-from torchcache2.tiers.breaker import Breaker
+from torchcache2.tiers.base import Breaker
 
-_MOST_NAMED = 3  # unwritable namespaces named in warnings
 # These errors concern the whole directory, whichever namespace shows them.
 _OF_ALL = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class Health(Breaker):
-    """The state of one directory as one tier sees it; a breaker of writes, by namespace.
+    """The state of one directory as one tier sees it; a breaker of writes.
 
     Attributes
     ----------
     reads, writes : bool
         Whether the directory can be read, and written, at all.
-    corrupt : int
-        Damaged rows and files.
+    faults, corrupt : int
+        System calls that failed; damaged rows and files.
+    tell : ToldOnce
+        Warns once of each kind of fault.
     serves_only : bool
         Whether the directory is read-only for us: change nothing there.
     last : list of Exception
@@ -40,17 +41,17 @@ class Health(Breaker):
     def __init__(
         self, directory: CacheDirectory, tell: ToldOnce | None = None, *, serves_only: bool = False
     ) -> None:
-        super().__init__(tell)
+        super().__init__()
+        self.tell = ToldOnce() if tell is None else tell
         self.reads, self.writes = True, not serves_only
         self.serves_only = serves_only
-        self.corrupt = 0
+        self.faults = self.corrupt = 0
         self.last: list[Exception] = []
         self._directory = directory
-        self._unwritable: set[str] = set()  # folders of namespaces
 
-    def may_write(self, namespace: bytes) -> bool:
-        """Whether writing rows of a namespace should be tried now."""
-        return self.writes and self.allows(namespace)
+    def may_write(self) -> bool:
+        """Whether writing should be tried now."""
+        return self.writes and self.allows()
 
     def fault(self, error: Exception, path: str) -> None:
         """Respond to an error of reading; a damaged segment is set aside."""
@@ -79,38 +80,31 @@ class Health(Breaker):
         self.corrupt += rows
         self.tell("corrupt", "%s is damaged (%s): rows of it are missing", path, str(error))
 
-    def write_fault(self, error: Exception, path: str, namespace: bytes | None = None) -> None:
-        """Respond to an error of writing: it is tried again, after longer and longer pauses."""
-        is_forbidden = isinstance(error, OSError) and is_read_only(error)
-        if namespace is not None and self._is_of_one(error):
+    def write_fault(self, error: Exception, path: str) -> bool:
+        """Respond to an error of writing in a namespace's folder, or in the directory itself.
+
+        Returns whether it concerns only that namespace. Otherwise writing is tried again, after longer and
+        longer pauses.
+        """
+        if path != self._directory.path and self._is_of_one(error):
             self.faults += 1
-            self._tell_unwritable(path, str(error))
-        elif is_forbidden:
+            message = "%s cannot be written: new rows of this namespace stay in memory (%s)"
+            self.tell("unwritable", message, path, str(error))
+            return True
+        if isinstance(error, OSError) and is_read_only(error):
             self.writes = False
             self.faults += 1
             self.tell("fault", "%s cannot be written: new rows stay in memory (%s)", path, str(error))
-            return
         else:
-            namespace = None
             self.fault(error, path)
-        self.failed(namespace, is_lasting=is_forbidden)
+            self.failed(is_spared=True)
+        return False
 
     def _is_of_one(self, error: Exception) -> bool:
         """Whether an error concerns one namespace, and the others can be written."""
         if not isinstance(error, OSError) or error.errno in _OF_ALL:
             return False
         return self._directory.is_writable()
-
-    def _tell_unwritable(self, path: str, reason: str) -> None:
-        """Warn about a namespace; only the first few are named."""
-        if path in self._unwritable:
-            return
-        if len(self._unwritable) == _MOST_NAMED:
-            self.tell("others", "other namespaces of %s cannot be written either", self._directory.path)
-            return
-        self._unwritable.add(path)
-        message = "%s cannot be written: new rows of this namespace stay in memory (%s)"
-        self.tell(path, message, path, reason)
 
     def newer(self, message: str) -> None:
         """Stop reading and writing, as the directory is of a later version of the format."""

@@ -18,7 +18,6 @@ from torchcache2.core.keys import Keys
 from torchcache2.core.process import ProcessLock
 from torchcache2.core.rows import Rows, Schema
 from torchcache2.core.settings import Policy
-from torchcache2.core.version import __version__
 from torchcache2.files.codec import Codec
 from torchcache2.files.directory import MIRROR, CacheDirectory
 from torchcache2.files.filesystem import StrangeFileError, is_read_only, ulid
@@ -26,6 +25,7 @@ from torchcache2.files.layout import HEAD, SEGMENT
 from torchcache2.files.removal import Allowance, Removal, room_after, used_bytes
 from torchcache2.files.run import is_due, write_runs
 from torchcache2.files.segment import Encoded, Segment, encode, write
+from torchcache2.identity.marks import __version__
 from torchcache2.tiers.bucket.source import BucketSource
 from torchcache2.tiers.disk.health import Health
 from torchcache2.tiers.disk.index import NamespaceIndex, TierIndex
@@ -113,10 +113,9 @@ class Sealing:
         self._serialisable = Serialisable(health.tell, "such outputs stay in memory, not on disk: %s")
         self._slabs = Slabs()
 
-    def takes(self, namespace: bytes, schema: Schema) -> bool:
-        """Whether rows of a namespace and schema can be written at all."""
-        may_write = self._health.may_write(namespace) and not self._index.closed
-        if not may_write or schema.row_bytes > self._budget:
+    def takes(self, schema: Schema) -> bool:
+        """Whether rows of a schema can be written now."""
+        if not self._health.may_write() or self._index.closed or schema.row_bytes > self._budget:
             return False
         return self._serialisable(schema)
 
@@ -157,13 +156,13 @@ class Sealing:
     def write(self, pending: Pending) -> bool:
         """Seal rows; returns whether they are sealed.
 
-        If the system fails, they are queued again while there is room, and else forgotten. The writer deals
-        with interrupts.
+        If the system fails, they are queued again while there is room, and else forgotten; if only their
+        namespace fails, for one more try. The writer deals with interrupts.
         """
         folder = self._directory.folder(pending.namespace)
         name = ulid() + SEGMENT
-        is_paused = pending.name and not self._health.allows(pending.namespace)  # it was tried already
-        if is_paused and not self.is_last and self._waits_on(pending):
+        is_again = bool(pending.name)
+        if is_again and not self._health.allows() and not self.is_last and self._waits_on(pending):
             return False
         try:
             encoded = encode(pending.rows(), self._codec, library=__version__)
@@ -183,7 +182,7 @@ class Sealing:
             segment.keys = None
             with self._index.lock():
                 self._index.begin()
-                self._health.worked(pending.namespace)
+                self._health.worked()
                 is_known = self._index.closed or self._index.namespaces.get(pending.namespace) is index
                 if pending.dropped or not is_known:
                     with contextlib.suppress(FileNotFoundError):
@@ -195,10 +194,10 @@ class Sealing:
             self._write_runs(index)
             return True
         except Exception as error:
-            self._health.write_fault(error, folder, pending.namespace)
+            gives_up = self._health.write_fault(error, folder) and is_again
             passes = isinstance(error, (OSError, MemoryError)) and not isinstance(error, StrangeFileError)
             is_lasting = not passes or (isinstance(error, OSError) and is_read_only(error))
-            if is_lasting or not self._waits_on(pending):
+            if is_lasting or gives_up or not self._waits_on(pending):
                 self.lost += 0 if is_lasting else len(pending)
                 self.forget(pending)
             return False
@@ -233,7 +232,7 @@ class Sealing:
     def _waits_on(self, pending: Pending) -> bool:
         """Queue rows again until the pause is over; False if there is no room for them."""
         writer = self._index.writer
-        return writer is not None and writer.again(pending, self._health.pause_of(pending.namespace))
+        return writer is not None and writer.again(pending, self._health.left)
 
     def _sealed(self, pending: Pending, encoded: Encoded) -> bool:
         """Write a segment; False if there is no room for it, or it was dropped."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from torchcache2.core.errors import NewerFormatError
 from torchcache2.core.keys import Flags, Keys
 from torchcache2.core.memory import with_ordinary_tensors
 from torchcache2.core.process import holds
@@ -23,7 +24,6 @@ from torchcache2.core.rows import Rows
 from torchcache2.core.settings import Policy
 from torchcache2.files import codec as codecs
 from torchcache2.files.directory import CacheDirectory
-from torchcache2.files.errors import NewerFormatError
 from torchcache2.files.filesystem import FileSystem
 from torchcache2.files.removal import remove_leftovers, used_bytes
 from torchcache2.tiers.base import Found, Signals, Tier, TierStats
@@ -182,7 +182,7 @@ class DiskTier(Tier):
     @with_ordinary_tensors
     def put(self, keys: Keys, rows: Rows) -> int:
         """Queue rows under distinct keys to be written; waits only if the queue is full."""
-        if not self._sealing.takes(keys.namespace, rows.schema) or len(keys) == 0:
+        if not self._sealing.takes(rows.schema) or len(keys) == 0:
             return 0
         try:
             kept = self._sealing.keep(keys, rows)
@@ -207,13 +207,13 @@ class DiskTier(Tier):
 
     def describe(self, namespace: bytes, description: Mapping[str, Any], *, create: bool) -> None:
         """Update ``fingerprint.json``; if there is none yet, only with `create`."""
-        if not self._health.may_write(namespace) or self._index.closed:
+        if not self._health.may_write() or self._index.closed:
             return
         try:
             if not self.directory.describe(namespace, description, create=create):
                 return
         except Exception as error:
-            self._health.write_fault(error, self.directory.folder(namespace), namespace)
+            self._health.write_fault(error, self.directory.folder(namespace))
             return
         with self._lock():
             index = self._index.namespaces.get(namespace)

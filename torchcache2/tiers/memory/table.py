@@ -3,13 +3,8 @@
 Keys of one group share everything but the item's content: arguments, modes, shapes of items. Their rows are
 in one or few arenas, so a look-up searches only these, however many arenas the namespace has.
 
-When the budget is full, the table first forgets replicas (copies of rows that other ranks own), then
-namespaces that nothing alive uses, least recently used first. After that ``keep`` keeps the rows that came
-first, and ``lru`` forgets the least recently used rows.
-
-All replicas go at once, and later replicas leave a quarter of that space free for other rows. As they take a
-quarter less each time, this happens a bounded number of times. A table that other rows fill takes no
-replicas.
+When the budget is full, the table first forgets namespaces that nothing alive uses, least recently used
+first. After that ``keep`` keeps the rows that came first, and ``lru`` forgets the least recently used rows.
 
 Not thread-safe: the tier holds a lock.
 """
@@ -31,7 +26,6 @@ from torchcache2.tiers.memory.arena import Arena
 _GROUP_BYTES = 256  # estimated size of a group
 _MOST_ARENAS = 10_000  # an arena takes a few kilobytes outside the budget
 _MOST_GROUPS = 100_000  # in one namespace
-_LEFT_FREE = 4  # dropped replicas reserve 1/4 of their bytes for other rows
 _EVICTED_AT_ONCE = 64  # evict at least a 64th of all rows, as each search reads all ticks
 
 Name = tuple[Schema, tuple[bool, ...], torch.device]
@@ -70,10 +64,6 @@ class ArenaTable:
         """Forget everything."""
         self.nbytes = 0
         self.last_used: dict[bytes, int] = {}
-        self._replicas: set[bytes] = set()
-        self._reserve = 0  # bytes that replicas must leave free
-        self._too_little = -1  # `_left` when replicas last found no room
-        self._is_full = False  # whether rows found no room, and none were dropped since
         self._arenas: dict[bytes, dict[Name, Arena]] = {}
         self._groups: dict[bytes, dict[bytes, list[Arena]]] = {}
         self._sizes: dict[Arena, int] = {}
@@ -114,9 +104,7 @@ class ArenaTable:
     def make(self, namespace: bytes, name: Name, *, are_remote: bool) -> Arena | None:
         """Add an arena for a schema; None if there are too many. For `are_remote`, see `Arena`."""
         if len(self) >= _MOST_ARENAS:
-            if self.has_replicas(namespace):
-                return None
-            _ = self.drop_replicas() or self.drop_unused(namespace)
+            self.drop_unused(namespace)
         schema, _, device = name
         arena = Arena(schema, device, self.budget, self._runtime, are_remote=are_remote)
         self._arenas.setdefault(namespace, {})[name] = arena
@@ -149,12 +137,7 @@ class ArenaTable:
         arenas = self._arenas.pop(namespace, {}).values()
         self.nbytes -= sum(self._sizes.pop(arena) for arena in arenas)
         self.nbytes -= _GROUP_BYTES * len(self._groups.pop(namespace, ()))
-        rows = sum(map(len, arenas))
-        if namespace in self._replicas:
-            self._replicas.remove(namespace)
-        elif rows:
-            self._is_full = False
-        return rows
+        return sum(map(len, arenas))
 
     def pop_empty(self, namespace: bytes, keep: Arena | None = None) -> None:
         """Forget empty arenas, except `keep`, and the namespace if no arena is left."""
@@ -167,7 +150,6 @@ class ArenaTable:
         self.evictions += sum(map(len, there))
         for namespace in list(self._arenas):
             self._pop_some(namespace, there.__contains__)
-        self._is_full &= not there
         return freed
 
     def _pop_some(self, namespace: bytes, is_gone: Callable[[Arena], bool]) -> None:
@@ -186,57 +168,22 @@ class ArenaTable:
                     del groups[group]
                     self.nbytes -= _GROUP_BYTES
 
-    def has_replicas(self, namespace: bytes) -> bool:
-        """Whether a namespace holds replicas."""
-        return namespace in self._replicas
-
-    def add_replicas(self, namespace: bytes) -> bool:
-        """Record that a namespace holds replicas; False if there is no room for replicas."""
-        if self._is_full or self._left <= self._too_little:
-            return False
-        self._replicas.add(namespace)
-        return True
-
-    @property
-    def _left(self) -> int:
-        """Bytes left for replicas."""
-        return self.budget - self.nbytes - self._reserve
-
-    def drop_replicas(self) -> bool:
-        """Forget all replicas; returns whether there were any."""
-        before = self.nbytes
-        for namespace in list(self._replicas):
-            self.pop(namespace)
-        if self.nbytes == before:
-            return False
-        self._reserve = (before - self.nbytes) // _LEFT_FREE
-        return True
-
     def make_room(self, keys: Keys, arena: Arena, count: int, evicts: bool) -> int:
         """Make room for `count` rows, or as many as budget and policy allow; returns for how many.
 
         This includes the bytes of their group's record.
         """
-        namespace = keys.namespace
-        is_owned = namespace not in self._replicas
         while arena.room < count or self.nbytes + self._bytes_of_group(keys) > self.budget:
-            free = self._left - self._bytes_of_group(keys) + (self._reserve if is_owned else 0)
-            if arena.cost(slab := arena.slab(count)) <= free and self._grow(arena, slab):
-                return count
-            if is_owned and self.drop_replicas():
+            free = self.budget - self.nbytes - self._bytes_of_group(keys)
+            for size in (arena.slab(count), count):
+                if arena.cost(size) <= free and self._grow(arena, size):
+                    return count
+            if self.drop_unused(keys.namespace):
                 continue
-            if arena.cost(count) <= free and self._grow(arena, count):
-                return count
-            if is_owned and self.drop_unused(namespace):
-                continue
-            self._is_full |= is_owned
             if evicts and self.policy == "lru" and self._evict(arena, count - arena.room):
                 continue
             kept = bisect.bisect(range(1, count), free, key=arena.cost)  # so many rows fit
-            kept = kept if self._grow(arena, kept) else 0
-            if not is_owned:
-                self._too_little = self._left
-            return kept
+            return kept if self._grow(arena, kept) else 0
         return count
 
     def _bytes_of_group(self, keys: Keys) -> int:

@@ -27,7 +27,7 @@ from torchcache2.core.process import ProcessLock
 from torchcache2.core.rows import Rows
 from torchcache2.core.settings import Policy
 from torchcache2.core.sizes import is_out_of_memory, size_text
-from torchcache2.tiers.base import Found, Make, Tier, TierStats, replicas_of
+from torchcache2.tiers.base import Found, Make, Tier, TierStats
 from torchcache2.tiers.memory.arena import Arena
 from torchcache2.tiers.memory.table import ArenaTable
 
@@ -122,16 +122,15 @@ class MemoryTier(Tier):
         return np.zeros(len(keys), bool)
 
     @with_ordinary_tensors
-    def put(self, keys: Keys, rows: Rows, *, evicts: bool = True, are_replicas: bool = False) -> int:
+    def put(self, keys: Keys, rows: Rows, *, evicts: bool = True) -> int:
         """Keep rows under distinct keys; existing rows stay as they are.
 
-        Without `evicts`, evict no row in use for them. For `are_replicas`, see `keep_replicas`.
+        Without `evicts`, evict no row in use for them.
         """
         with self._lock():
             try:
                 self._catch_up()
-                if not are_replicas or self._arenas.add_replicas(keys.namespace):
-                    return self._keep(keys, rows, evicts)
+                return self._keep(keys, rows, evicts)
             except torch.cuda.OutOfMemoryError as error:
                 self._do_without(keys, error)
             except BaseException as error:
@@ -142,13 +141,9 @@ class MemoryTier(Tier):
         """Keep rows that a slower tier has too, without evicting rows in use."""
         return self.put(keys, rows, evicts=False)
 
-    def keep_replicas(self, keys: Keys, rows: Rows) -> int:
-        """Keep replicas of rows that other ranks own, in room that nothing else needs."""
-        return self.put(keys, rows, evicts=False, are_replicas=True)
-
     def drop(self, namespace: bytes) -> None:
-        """Forget every row of a namespace, and its replicas, now or before the next call."""
-        self._dropped.extend((namespace, replicas_of(namespace)))
+        """Forget every row of a namespace, now or before the next call."""
+        self._dropped.append(namespace)
         self._lock.if_free(self._forget_dropped)
 
     def give_back(self, device: torch.device | None) -> int:
@@ -259,7 +254,7 @@ class MemoryTier(Tier):
         self._arenas.last_used[keys.namespace] = self._clock
         kept = self._arenas.make_room(keys, arena, len(keys), evicts)
         if kept < len(keys):
-            if self.policy == "keep" and not self._spills and not self._arenas.has_replicas(keys.namespace):
+            if self.policy == "keep" and not self._spills:
                 self._told(
                     "full",
                     "the memory cache is full (%s): new items are computed at every call. "

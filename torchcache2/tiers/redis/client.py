@@ -22,7 +22,7 @@ from torchcache2.core.errors import OptionError
 from torchcache2.core.keys import Flags, Positions, Words
 from torchcache2.core.logs import ToldOnce
 from torchcache2.core.places import Secrets, Server, Servers, require_redis
-from torchcache2.tiers.breaker import Breaker
+from torchcache2.tiers.base import Breaker
 
 Command = tuple[Any, ...]
 _CHECKED = b"torchcache2:check"
@@ -81,14 +81,16 @@ class Node:
 
     Attributes
     ----------
-    part, writing : bytes
-        Parts of a `Breaker`: the server, and writes to it.
+    using, writing : Breaker
+        Pauses of the server, and of writes to it.
     """
 
-    def __init__(self, server: Server, connect_timeout: float, read_timeout: float) -> None:
+    def __init__(
+        self, server: Server, connect_timeout: float, read_timeout: float, pause: float = 1.0
+    ) -> None:
         redis, options = require_redis("a Redis server"), dict(server.options)
         self.server, self.name = server, server.name
-        self.part, self.writing = self.name.encode(), b"writing " + self.name.encode()
+        self.using, self.writing = Breaker(pause), Breaker(pause)
         if "path" in options:
             options["unix_socket_path"] = options.pop("path")
         options.setdefault("ssl", any(name.startswith("ssl_") for name in options))
@@ -207,7 +209,7 @@ class Slots:
         return places
 
 
-class Clients(Breaker):
+class Clients:
     """The clients of one process; handles faults of the servers itself.
 
     Threads may share it; a forked child makes its own connections. Passwords are removed from all texts: a
@@ -226,8 +228,8 @@ class Clients(Breaker):
 
     Attributes
     ----------
-    corrupt : int
-        Damaged values found.
+    faults, corrupt : int
+        Requests that failed, and damaged values found.
     """
 
     def __init__(
@@ -239,11 +241,12 @@ class Clients(Breaker):
         read_timeout: float = 5.0,
         pause: float = 1.0,
     ) -> None:
-        super().__init__(tell, pause)
-        self.servers, self.corrupt = servers, 0
+        self.servers = servers
+        self.tell = ToldOnce() if tell is None else tell
+        self.faults = self.corrupt = 0
         options = [option for server in servers.servers for option in server.options]
         self._secrets = Secrets({str(value): "" for name, value in options if name in _SECRET and value})
-        self._timeouts = connect_timeout, read_timeout
+        self._timeouts, self._pause = (connect_timeout, read_timeout), pause
         self._known: dict[Server, Node] = {}  # all servers ever used
         nodes = [self._node(server) for server in servers.servers]
         # Replaced together, so that no thread uses new shares with the old list.
@@ -412,7 +415,9 @@ class Clients(Breaker):
 
     def _node(self, server: Server) -> Node:
         """The node of a server, always the same object."""
-        return self._known.get(server) or self._known.setdefault(server, Node(server, *self._timeouts))
+        return self._known.get(server) or self._known.setdefault(
+            server, Node(server, *self._timeouts, self._pause)
+        )
 
     def _routed(self) -> tuple[list[Node], Shares | Slots]:
         """The nodes, and the table that assigns names; the first answer tells if it is a cluster."""
@@ -426,7 +431,7 @@ class Clients(Breaker):
 
     def _look_again(self) -> None:
         """Ask a cluster for its slots again: a node has failed, or no longer serves a name."""
-        is_time = time.monotonic() - self._looked > self.shortest
+        is_time = time.monotonic() - self._looked > self._pause
         if is_time and isinstance(self._route[1], Slots):
             self._ask_slots(list(self._known.values()))
 
@@ -496,16 +501,16 @@ class Clients(Breaker):
         for (name, _), reply in found.items():
             self._error_reply(node, name, reply)
         if not found:
-            self.worked(node.part)
+            node.using.worked()
         if any(type(reply).__name__ in _MOVED for reply in found.values()):
             self._look_again()
 
     def _may_use(self, node: Node) -> bool:
         """Whether to use a server now; if due, a thread tries a failed one."""
-        if self._closed or not self.is_failing(node.part):
+        if self._closed or not node.using.failures:
             return not self._closed
-        if self.allows(node.part):
-            self.pause(node.part, 2 * sum(self._timeouts))  # while the thread tries
+        if node.using.allows():
+            node.using.pause(2 * sum(self._timeouts))  # while the thread tries
             with contextlib.suppress(
                 RuntimeError
             ):  # the interpreter is ending, or there are too many threads
@@ -517,24 +522,24 @@ class Clients(Breaker):
             (reply,) = node.ask([_TRIED])
             if isinstance(reply, Exception) and type(reply).__name__ not in _MOVED:
                 raise reply
-            self.pause(node.part, 0.0)
-            self.worked(node.part)
+            node.using.pause(0.0)
+            node.using.worked()
         except Exception as error:
-            self.pause(node.part, 0.0)
+            node.using.pause(0.0)
             self._failed(node, error)
             self._look_again()
 
     def _may_write(self, node: Node) -> bool:
         """Whether new rows may be sent to a server now."""
-        return self.allows(node.part) and self.allows(node.writing)
+        return node.using.allows() and node.writing.allows()
 
     # Faults.
 
     def _failed(self, node: Node, error: BaseException) -> None:
         """Skip a failing server for a while, with a warning."""
         self.faults += 1
-        if self.allows(node.part):  # another thread may have found out at the same time
-            self.failed(node.part, is_lasting=True)
+        if node.using.allows():  # another thread may have found out at the same time
+            node.using.failed()
         message = "the Redis server %s fails, so its rows are computed again: %s. It is tried again later"
         self.tell(f"{node.name} {type(error).__name__}", message, node.name, self._text_of(error))
 
@@ -547,10 +552,10 @@ class Clients(Breaker):
         self.faults += 1
         text, told = self._text_of(error), f"{node.name} {kind}"
         if kind == "OutOfMemoryError":
-            self.pause(node.writing)
+            node.writing.pause()
             self.tell(f"{node.name} full", _FULL, node.name)
         elif command == b"SET" and (kind in _UNWRITABLE or str(error).startswith(_UNWRITABLE_WORDS)):
-            self.pause(node.writing)
+            node.writing.pause()
             self.tell(f"{told} SET", "the Redis server %s takes no new rows now: %s", node.name, text)
         else:
             message = "the Redis server %s answers %s with an error: %s"

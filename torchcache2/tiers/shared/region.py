@@ -11,6 +11,7 @@ import contextlib
 import mmap
 import os
 import weakref
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from torchcache2.core.keys import Array
 
 PAGE = mmap.PAGESIZE
+_NAME = "torchcache2"  # which the system shows
 _POPULATE_READ, _POPULATE_WRITE = 22, 23  # MADV_POPULATE_* of Linux 5.14; Python does not define them
 
 
@@ -49,6 +51,15 @@ def is_alive(pid: int, start: int) -> bool:
     return start != 0 and start_time(pid) == start
 
 
+class Place(NamedTuple):
+    """A process, by its pid and start time, and its descriptor of a file with this inode."""
+
+    pid: int
+    start: int
+    descriptor: int
+    inode: int
+
+
 class Region:
     """A file in memory and its mapping; two descriptors.
 
@@ -57,7 +68,7 @@ class Region:
     descriptor : int
         Others open the file through it.
     inode : int
-        Identifies the file; never 0.
+        Identifies the file.
     size : int
         Bytes of address space.
     """
@@ -73,7 +84,7 @@ class Region:
     @classmethod
     def create(cls, size: int) -> Region:
         """A new file of zeros, none of which takes memory yet."""
-        descriptor = os.memfd_create("torchcache2", os.MFD_CLOEXEC)
+        descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         try:
             os.ftruncate(descriptor, size)
         except BaseException:
@@ -81,12 +92,20 @@ class Region:
             raise
         return cls(descriptor)
 
+    @property
+    def place(self) -> Place:
+        """Where others find the file while this process lives and keeps it."""
+        pid = os.getpid()
+        return Place(pid, start_time(pid), self.descriptor, self.inode)
+
     @classmethod
-    def open(cls, pid: int, descriptor: int, inode: int) -> Region | None:
-        """The file behind a process's descriptor; None if the descriptor is closed or reused."""
+    def open(cls, pid: int, start: int, descriptor: int, inode: int) -> Region | None:
+        """The file at a `Place`; None if the process has ended, or the descriptor is closed or reused."""
         path = f"/proc/{pid}/fd/{descriptor}"
         try:
-            if os.stat(path).st_ino != inode:  # opening an unknown file may block, or worse
+            # Opening an unknown file may block, or worse.
+            is_ours = os.readlink(path).startswith(f"/memfd:{_NAME} ")  # inodes repeat on other devices
+            if not is_ours or not is_alive(pid, start) or os.stat(path).st_ino != inode:
                 return None
             mine = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         except OSError:

@@ -180,29 +180,21 @@ class SharedTable:
         Its number on the board.
     corrupt : int
         Rows that differed from their checksums.
-    space : Space
-        Its memory.
-    since : float or None
-        When this process kept its first rows (`time.monotonic`); infinite once compared with other ranks.
     """
 
     def __init__(self, region: Region, board: Board, file: int, lock: Lock) -> None:
         self.region, self.board, self.file = region, board, file
         self.lock = lock
         self.corrupt = 0
-        self.since: float | None = None
-        self.space = Space(region, board, file, lock)
-        self._index = SharedIndex(self.space)
-        self._chunks = Chunks(self.space)
+        space = Space(region, board, file, lock)
+        self._index, self._chunks = SharedIndex(space), Chunks(space)
         self._checked = np.zeros(0, bool)  # rows that this process has read, or written
 
     @classmethod
-    def create(
-        cls, namespace: bytes, board: Board, member: int, lock: Lock, are_replicas: bool = False
-    ) -> SharedTable | None:
+    def create(cls, namespace: bytes, board: Board, member: int, lock: Lock) -> SharedTable | None:
         """A new one; under the lock. None if there is no room for it."""
         size = PAGE + SharedIndex.least_bytes()
-        if size > board.free_for(are_replicas):
+        if size > board.free:
             return None
         region = Region.create(Space.size(board.budget))
         region.reserve(0, PAGE)
@@ -210,7 +202,7 @@ class SharedTable:
         SharedIndex.make(space)
         Chunks.make(space)
         # Only now do others see it: until here it would vanish with this process.
-        file = board.add_file(namespace, region, member, size, are_replicas)
+        file = board.add_file(namespace, region, member, size)
         return None if file is None else cls(region, board, file, lock)
 
     @property
@@ -270,10 +262,6 @@ class SharedTable:
                 return None  # `get` removes the row
             self._seen()[ordinal] = True
         return make(*row)
-
-    def discard(self) -> None:
-        """Give the memory of a dropped file back, even if other processes have it open; under the lock."""
-        self.space.discard(self._chunks.end)
 
     def has(self, words: Words) -> Flags:
         """Whether each key has a row. Takes no lock."""

@@ -20,25 +20,25 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 
+from torchcache2.core.errors import UnserialisableError
 from torchcache2.core.keys import Flags, Keys, Positions
 from torchcache2.core.logs import ToldOnce
 from torchcache2.core.memory import CUDA, Runtime, SpareMemory, to_host, with_ordinary_tensors
 from torchcache2.core.process import ProcessLock
 from torchcache2.core.rows import Rows
 from torchcache2.core.sizes import size_text
-from torchcache2.files.errors import UnserialisableError
-from torchcache2.tiers.base import Found, Make, Tally, Tier, TierClaim, TierStats, replicas_of
+from torchcache2.tiers.base import Found, Make, Tally, Tier, TierClaim, TierStats
+from torchcache2.tiers.meeting import LockTimeoutError
 from torchcache2.tiers.shared.board import Ticket
-from torchcache2.tiers.shared.job import Job, LockTimeoutError, leave_soon
+from torchcache2.tiers.shared.job import Job, Tables, leave_soon
 from torchcache2.tiers.shared.region import SharingError
 from torchcache2.tiers.shared.table import SharedTable
-from torchcache2.tiers.shared.tables import Tables, compare_later
 
 _T = TypeVar("_T")
 # Seconds to wait for the lock in `close`. The garbage collector may close many tiers in a thread that already
@@ -47,38 +47,21 @@ _AT_CLOSE = 0.01
 _BETWEEN_LOOKS = 0.05  # seconds between checks of the claiming processes
 
 
-class Claims:
-    """The claims of one process.
-
-    Parameters
-    ----------
-    member : int
-        The number of the process on the board.
-    guarded : callable
-        Calls a function, one thread at a time; returns None if the memory is no longer usable.
-    """
-
-    def __init__(self, member: int, guarded: Callable[[Callable[[], Positions]], Positions | None]) -> None:
-        self.member, self.guarded = member, guarded
-        self.tally = Tally()
-        self.thread: Callable[[], int] = threading.get_native_id  # unique over all processes
-
-
 class SharedClaim(TierClaim):
     """A claim in a table that processes share."""
 
     pauses = 50e-6, 2e-3
     _ticket: Ticket | None = None  # `__del__` needs it even if `__init__` was interrupted
 
-    def __init__(self, keys: Keys, table: SharedTable, claims: Claims) -> None:
-        self.tally = claims.tally
-        self._words, self._table, self._claims = keys.words, table, claims
+    def __init__(self, keys: Keys, table: SharedTable, tier: SharedTier) -> None:
+        self.tally = tier.tally
+        self._words, self._table, self._tier = keys.words, table, tier
         self._ordinals = np.full(len(keys), -1)
         self._passed: frozenset[int] = frozenset()  # held claims of dead or stuck processes
         self._next_look = 0.0
 
     def take(self, positions: Positions) -> Positions:  # noqa: D102
-        taken = self._claims.guarded(partial(self._take, positions))
+        taken = self._tier.guarded(partial(self._take, positions))
         return positions if taken is None else taken
 
     def look(self, positions: Positions) -> tuple[Flags, Flags]:  # noqa: D102
@@ -115,8 +98,8 @@ class SharedClaim(TierClaim):
         return positions[is_mine]
 
     def _take_ticket(self, file: int) -> Ticket | None:
-        claims = self._claims
-        return self._table.board.tickets.take(claims.member, claims.thread(), file, self._note)
+        tier = self._tier
+        return self._table.board.tickets.take(tier.member, tier.thread(), file, self._note)
 
     def _note(self, ticket: Ticket) -> None:
         self._ticket = ticket
@@ -134,8 +117,6 @@ class SharedTier(Tier):
         hold as many rows as one of 200 kB, most of which is bookkeeping.
     in_use : callable, optional
         The namespaces that something alive in this process uses; default: all.
-    description : callable, optional
-        Describes a namespace, to explain why ranks share no rows; see `peers`.
     folder : str, optional
         Where the processes find each other; default: this user's, among temporary files.
     runtime : Runtime
@@ -159,7 +140,6 @@ class SharedTier(Tier):
         job: bytes,
         budget: int,
         in_use: Callable[[], Collection[bytes]] | None = None,
-        description: Callable[[bytes], Mapping[str, Any]] | None = None,
         *,
         folder: str | None = None,
         runtime: Runtime = CUDA,
@@ -168,18 +148,23 @@ class SharedTier(Tier):
     ) -> None:
         self._job = Job(job, budget, folder)
         self._leaving = weakref.finalize(self, leave_soon, self._job)
-        self._runtime, self._spills, self._description = runtime, spills, description
+        self._runtime, self._spills = runtime, spills
         self._spare = SpareMemory() if is_copied else None
         self._lock = ProcessLock()
-        self._claims = Claims(self._job.slot, self._guarded)
+        self.tally = Tally()
+        self.thread: Callable[[], int] = threading.get_native_id  # unique over all processes
         self._tables = Tables(self._job, in_use)
         self._asked: deque[tuple[Callable[[bytes], None], bytes]] = deque()
         self._told = ToldOnce()
         self._pins = False  # whether rows go to an accelerator: it copies faster from pinned memory
         self._is_off = False  # whether this process has stopped sharing, after a fault that would recur
         self._closed = False
-        self._too_little = -1  # bytes left for replicas when they last found no room
         self._faults = self._corrupt = 0
+
+    @property
+    def member(self) -> int:
+        """The number of this process on the board."""
+        return self._job.slot
 
     @property
     def budget(self) -> int:
@@ -196,8 +181,6 @@ class SharedTier(Tier):
                 return Found([])
             before = table.corrupt
             parts = table.get(keys.words, self._runtime if self._pins else None, self._spare)
-            if not table.is_live:  # its memory may have been given back meanwhile, and read as zeros
-                return Found([])
             if table.corrupt > before:
                 self._corrupt += table.corrupt - before
                 self._told(
@@ -205,7 +188,7 @@ class SharedTier(Tier):
                 )
             return Found(parts)
 
-        return self._guarded(found) or Found([])
+        return self.guarded(found) or Found([])
 
     def get_one(self, namespace: bytes, low: int, high: int, make: Make) -> Any:
         """The value of one key's row, if this process has the namespace open."""
@@ -215,7 +198,7 @@ class SharedTier(Tier):
                 table = self._tables.open.get(namespace)
                 if table is not None and not self._closed and not self._is_off:
                     made = table.get_one(low, high, make)
-                    if made is not None and table.is_live:  # as in `get`
+                    if table.is_live:
                         return made
             except Exception as error:
                 self._fault(error)
@@ -228,11 +211,11 @@ class SharedTier(Tier):
             table = self._tables.find(keys.namespace)
             return None if table is None else table.has(keys.words)
 
-        found = self._guarded(here)
+        found = self.guarded(here)
         return np.zeros(len(keys), bool) if found is None else found
 
     @with_ordinary_tensors
-    def put(self, keys: Keys, rows: Rows, *, are_replicas: bool = False) -> int:
+    def put(self, keys: Keys, rows: Rows) -> int:
         """Keep rows under distinct keys, from any device; existing rows stay.
 
         Waits for copies from an accelerator: other processes may need these rows now.
@@ -242,24 +225,13 @@ class SharedTier(Tier):
         self._pins |= any(map(self._runtime.owns, rows.columns))
 
         def kept() -> int:
-            here = Rows(rows.schema, to_host(rows.columns, self._runtime), len(rows))
-            if not are_replicas:
-                return self._keep(keys, here)
-            count, fits = self._try_to_keep(keys, here, are_replicas=True)
-            self._too_little = -1 if fits else self._job.board.free_for(replicas=True)
-            return count
+            return self._keep(keys, Rows(rows.schema, to_host(rows.columns, self._runtime), len(rows)))
 
-        return self._guarded(kept) or 0
-
-    def keep_replicas(self, keys: Keys, rows: Rows) -> int:
-        """Keep replicas of rows that other ranks own, in room that nothing else needs."""
-        if self._job.board.free_for(replicas=True) <= self._too_little:
-            return 0
-        return self.put(keys, rows, are_replicas=True)
+        return self.guarded(kept) or 0
 
     def hold(self, namespace: bytes) -> None:
         """Keep a namespace open until `let_go` or `drop`: its rows outlive the process that put them."""
-        self._guarded(lambda: self._tables.find(namespace, create=True))
+        self.guarded(lambda: self._tables.find(namespace, create=True))
 
     def claims(self, keys: Keys) -> TierClaim | None:
         """A claim on keys; None if memory is full, or this thread has a claim in the namespace."""
@@ -272,16 +244,15 @@ class SharedTier(Tier):
             if table is None or board.is_unclaimed(table.file):
                 return None
             # Else this thread might wait for processes that wait for its other claim.
-            if board.tickets.has_one(self._claims.thread(), table.file):
+            if board.tickets.has_one(self.thread(), table.file):
                 return None
-            return SharedClaim(keys, table, self._claims)
+            return SharedClaim(keys, table, self)
 
-        return self._guarded(claimed)
+        return self.guarded(claimed)
 
     def drop(self, namespace: bytes) -> None:
-        """Forget every row of a namespace, and its replicas, for all processes, now."""
+        """Forget every row of a namespace, for all processes, now."""
         self._job.board.drop(namespace)
-        self._job.board.drop(replicas_of(namespace))
         self._ask(self._tables.let_go_if_dropped, namespace)
 
     def let_go(self, namespace: bytes) -> None:
@@ -300,21 +271,21 @@ class SharedTier(Tier):
         """Rows and bytes of all processes; the other counts are of this process."""
         rows = size = 0
         if not self._closed:
-            self._guarded(lambda: None)
+            self.guarded(lambda: None)
             rows, size = self._job.board.rows, self._job.board.nbytes
         return TierStats(rows, size, self._tables.evictions, self._corrupt, self._faults)
 
     def counts(self) -> dict[str, int]:
         """The tier's counts in `CacheStats`."""
-        return super().counts() | self._claims.tally.counts()
+        return super().counts() | self.tally.counts()
 
-    def _guarded(self, function: Callable[[], _T]) -> _T | None:
+    def guarded(self, function: Callable[[], _T]) -> _T | None:
         """Call a function, one thread at a time; None if it fails, or if this process takes no part."""
         with self._lock():
             return self._tried(function)
 
     def _tried(self, function: Callable[[], _T]) -> _T | None:
-        """As `_guarded`, under the lock."""
+        """As `guarded`, under the lock."""
         try:
             self._catch_up()
             if not self._closed and not self._is_off:
@@ -342,7 +313,6 @@ class SharedTier(Tier):
         if os.getpid() != self._job.pid and not self._is_off:
             self._tables.clear()  # the parent may have been changing them
             self._job.rejoin()
-            self._claims.member = self._job.slot
         while self._asked:
             action, namespace = self._asked.popleft()
             action(namespace)
@@ -350,7 +320,7 @@ class SharedTier(Tier):
             self._tables.answer_pressure()
 
     def _ask(self, action: Callable[[bytes], None], namespace: bytes) -> None:
-        self._asked.extend([(action, namespace), (action, replicas_of(namespace))])
+        self._asked.append((action, namespace))
         self._catch_up_if_free()
 
     def _catch_up_if_free(self) -> None:
@@ -358,10 +328,9 @@ class SharedTier(Tier):
 
     def _keep(self, keys: Keys, rows: Rows) -> int:
         kept, fits = self._try_to_keep(keys, rows)
-        for make_room in (self._tables.drop_replicas, lambda: self._tables.make_room(keys.namespace)):
-            if not fits and make_room():
-                more, fits = self._try_to_keep(keys, rows)
-                kept += more
+        if not fits and self._tables.make_room(keys.namespace):
+            more, fits = self._try_to_keep(keys, rows)
+            kept += more
         if not fits:
             self._job.board.is_full = 1
             if not self._spills:
@@ -373,12 +342,10 @@ class SharedTier(Tier):
                 )
         return kept
 
-    def _try_to_keep(self, keys: Keys, rows: Rows, are_replicas: bool = False) -> tuple[int, bool]:
-        table = self._tables.find(keys.namespace, True, are_replicas)
+    def _try_to_keep(self, keys: Keys, rows: Rows) -> tuple[int, bool]:
+        table = self._tables.find(keys.namespace, create=True)
         if table is None:
             return 0, False
-        if self._description is not None and not are_replicas:
-            compare_later(self._job, table, keys.namespace, self._description)
         try:
             return table.put(keys.words, rows)
         except UnserialisableError as error:

@@ -1,18 +1,28 @@
-"""`Estimate`: the cost of caching all items of some data, estimated from a few batches."""
+"""Warmups of models and of datasets: what all items cost, and progress until they are there.
+
+An `Estimate` and `Progress` look at the first batches (`Looks`): how long their items take, and how many
+bytes their rows have. Models and datasets make the batches.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
+import importlib
 import math
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from torchcache2.core.errors import UnserialisableError
 from torchcache2.core.keys import Keys
+from torchcache2.core.logs import logger
 from torchcache2.core.memory import to_host
 from torchcache2.core.process import ranks_here
 from torchcache2.core.rows import Rows, Schema
@@ -23,14 +33,18 @@ from torchcache2.engine.stack import TierStack
 from torchcache2.engine.values.outputs import Lists, rows_of, stored
 from torchcache2.engine.values.samples import Samples
 from torchcache2.files.codec import codec
-from torchcache2.files.errors import UnserialisableError
 from torchcache2.files.segment import Batch, encode
 
 _INDEX_BYTES = 43  # of memory per row, besides the row
 _KEY_BYTES = 24  # of a segment per row, for key and checksum
 _COMPRESSED = 16 << 20  # bytes of rows to compress as a sample
+_LOOKS = 2  # batches of a warmup that tell its cost
 _MARGIN = 1.1  # other items may be larger, or compress less
 _HOST = torch.device("cpu")
+
+_SHOWN_EVERY, _LOGGED_EVERY = 0.2, 30.0  # seconds, on a terminal and in a file
+ADVICE = "Items that do not fit are computed at each call: raise the budgets, or set cache_dtype"
+OPTION = "max_persistent_cache_size"
 
 Sizes = tuple[int, int | None]  # bytes of rows in memory, and in files (None: unknown)
 
@@ -188,7 +202,7 @@ def estimated(
 
 
 class Looks:
-    """The batches examined so far: item counts, seconds, and bytes of their rows."""
+    """The first batches: how many items, how many seconds, and the bytes of their rows."""
 
     def __init__(self) -> None:
         self._seen = list[tuple[int, float]]()
@@ -203,8 +217,14 @@ class Looks:
         """Items of all batches."""
         return sum(count for count, _ in self._seen)
 
+    @property
+    def sizes(self) -> Sizes:
+        """Bytes of one row; 0 before the first."""
+        count, packed = max(1, self.items), self._packed
+        return self._row_bytes // count, None if packed is None else -(-packed // count)
+
     def add(self, count: int, seconds: float, sizes: Sizes) -> None:
-        """Count a batch."""
+        """Count a batch, whose rows have these bytes."""
         self._seen.append((count, seconds))
         self._row_bytes += sizes[0]
         self._packed = None if self._packed is None or sizes[1] is None else self._packed + sizes[1]
@@ -213,7 +233,7 @@ class Looks:
         """See `estimated`. The first batch also starts workers and compiles, so its time does not count."""
         counted = [look for look in self._seen[1:] if look[0]] or self._seen
         rate = sum(count for count, _ in counted) / sum(seconds for _, seconds in counted)
-        return estimated(tiers, mine, total, each((self._row_bytes, self._packed), self.items), rate, **hints)
+        return estimated(tiers, mine, total, self.sizes, rate, **hints)
 
 
 def output_sizes(output: Any, count: int, settings: CacheSettings) -> Sizes:
@@ -256,7 +276,102 @@ def row_sizes(parts: Sequence[Rows], settings: CacheSettings) -> Sizes:
     return total, math.ceil(size * total / taken) if taken else None
 
 
-def each(sizes: Sizes, count: int) -> Sizes:
-    """Bytes of one of `count` rows."""
-    total, packed = sizes
-    return total // count, None if packed is None else -(-packed // count)
+@dataclasses.dataclass(frozen=True)
+class WarmupStats:
+    """The result of a warmup on this rank.
+
+    Attributes
+    ----------
+    computed : int
+        Items that were missing.
+    found : int
+        Items that were found, or appeared before in this warmup.
+    seconds : float
+        Duration.
+    bytes : int
+        Bytes of the rows of all these items, in memory.
+    """
+
+    __module__ = "torchcache2"
+
+    computed: int
+    found: int
+    seconds: float
+    bytes: int
+
+
+class Progress:
+    """Counts the items of a warmup by the counters of its cache, which count `hits` and `misses`.
+
+    There are `total` items, `items` of them on this rank; None: unknown. If it `is_shown`, it shows a bar, if
+    tqdm is installed, and prints a line of cost when that is known, which ends in `advice` if the tiers are
+    too small.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        counters: Any,
+        tiers: TierStack,
+        items: int | None,
+        total: int | None,
+        *,
+        is_shown: bool,
+        advice: str = ADVICE,
+        option: str = OPTION,
+    ) -> None:
+        self.batches = self.items = 0
+        self._name, self._counters, self._tiers = name, counters, tiers
+        self._mine, self._total = items, total
+        self._is_shown, self._hints = is_shown, {"advice": advice, "option": option}
+        self._before = counters.hits, counters.misses
+        self._start = self._last = time.perf_counter()
+        self._looks = Looks()
+        self._bar: Any = None
+        if is_shown:
+            with contextlib.suppress(ImportError):
+                tqdm = importlib.import_module("tqdm").tqdm
+                quiet = type("Bar", (tqdm,), {"monitor_interval": 0})  # without a thread
+                every = _SHOWN_EVERY if sys.stderr.isatty() else _LOGGED_EVERY
+                self._bar = quiet(total=items, desc=name, unit=" items", mininterval=every)
+
+    def update(self, sizes: Callable[[], Sizes]) -> None:
+        """Count a finished batch; `sizes()` are its rows' bytes in memory and, if known, in a file."""
+        count = sum(self._done()) - self.items
+        self.batches += 1
+        self.items += count
+        seconds = time.perf_counter() - self._last
+        if count and len(self._looks) < _LOOKS:
+            self._looks.add(count, seconds, sizes())
+            if len(self._looks) == _LOOKS:
+                self._say_cost()
+        self._last = time.perf_counter()
+        if self._bar is not None:
+            self._bar.update(count)
+
+    def close(self) -> None:
+        """Stop showing progress."""
+        if 0 < len(self._looks) < _LOOKS:
+            self._say_cost()
+        if self._bar is not None:
+            self._bar.close()
+
+    def stats(self) -> WarmupStats:
+        """The results so far."""
+        found, computed = self._done()
+        seconds = time.perf_counter() - self._start
+        return WarmupStats(computed, found, seconds, self.items * self._looks.sizes[0])
+
+    def _done(self) -> tuple[int, int]:
+        return self._counters.hits - self._before[0], self._counters.misses - self._before[1]
+
+    def _say_cost(self) -> None:
+        cost = self._looks.estimate(self._tiers, self._mine, self._total, **self._hints)
+        if self._is_shown and cost.lacks_disk:
+            logger.warning("%s: %s", self._name, cost)
+            return
+        line = f"{self._name}: {cost}"
+        if self._bar is not None:
+            self._bar.write(line, file=sys.stderr)
+        elif self._is_shown:
+            print(f"{line}\n", end="", file=sys.stderr)  # one write, as a thread may log in between
