@@ -122,6 +122,7 @@ def test_the_code_on_the_pages_and_in_the_docstrings_prints_what_they_say(folder
         assert f"Document: {page}\n" in report
 
 
+@pytest.mark.slow
 def test_code_that_prints_something_else_is_found(tmp_path):
     docs = tmp_path / "docs"
     (docs / "_static").mkdir(parents=True)
