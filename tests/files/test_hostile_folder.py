@@ -473,17 +473,6 @@ def test_a_path_that_becomes_something_else_is_one_warning(path, tmp_path, log, 
     assert os.path.samestat(os.lstat(path), before)
 
 
-def test_a_segment_that_says_that_its_rows_are_nowhere_is_damaged(path, log):
-    fill(path)
-    (file,) = segments(path)
-    text = b'{"__metadata__":{"checksum":"0000000000000000"},"payload":{"data_offsets":[%s]}}' % (b"9" * 4300)
-    file.write_bytes(len(text).to_bytes(8, "little") + text)
-    tier = handle(path)
-    assert found(tier, ROWS) == []
-    tier.close()
-    assert (tier.stats().corrupt, tier.stats().faults) == (1, 0) and len(warnings_of(log)) == 1
-
-
 # Namespaces that cannot be written
 
 
