@@ -205,13 +205,6 @@ def test_a_lost_server_leaves_the_claims_of_the_machine(join):
         theirs.release()
 
 
-def test_claims_of_nothing(join):
-    empty = join(1).claim([])
-    assert empty.mine.tolist() == empty.others.tolist() == empty.wait().tolist() == []
-    assert empty.mine.dtype == empty.others.dtype == empty.wait().dtype == Claim(0).mine.dtype
-    empty.release()
-
-
 @pytest.mark.parametrize("seed", range(40 if SOAK else 2))
 def test_a_random_schedule_computes_each_item_once(join, seed):
     """Two machines of two ranks ask for the same items in any order. None fails, so each is computed once."""

@@ -98,16 +98,6 @@ def test_an_empty_index_finds_nothing(size):
     assert len(index) == 0
 
 
-def test_nothing_is_added_and_removed():
-    table = Table()
-    table.add([], [])
-    table.remove([])
-    table.add([(1, 2)], ["one"])
-    table.add([], [])
-    table.remove([])
-    assert table.find([(1, 2), (2, 1)]) == ["one", None]
-
-
 def test_a_key_that_is_asked_for_twice_is_found_twice_and_strides_do_not_matter():
     index = KeyIndex(np.zeros((8, 2), np.uint64))
     keys = random_words(8)
@@ -141,18 +131,6 @@ def test_the_first_entry_is_found_behind_slots_that_were_all_given_up():
     assert index.find(keys).tolist() == [0, *[-1] * 16]
 
 
-def test_keys_that_differ_in_one_bit_are_others():
-    (key,) = random_words(1).tolist()
-    near = [(key[0] ^ 1 << bit, key[1]) for bit in range(64)] + [
-        (key[0], key[1] ^ 1 << bit) for bit in range(64)
-    ]
-    table = Table()
-    table.add([key], ["key"])
-    assert table.find([key, *near]) == ["key", *[None] * 128]
-    table.add(near, list(range(128)))
-    assert table.find([key, *near]) == ["key", *range(128)]
-
-
 def test_a_table_grows_when_and_as_it_said():
     keys = random_words(5000)
     index = KeyIndex(np.zeros_like(keys))
@@ -179,18 +157,6 @@ def test_reserve_grows_once_for_all_that_will_come():
         index.add(keys[start : start + 100])
     assert index.nbytes == told
     assert (index.find(keys) == np.arange(1000)).all()
-
-
-@pytest.mark.slow
-def test_keys_that_come_and_go_do_not_fill_the_table():
-    keys = random_words(20_000)
-    index = KeyIndex(np.zeros((12, 2), np.uint64))
-    for start in range(0, len(keys), 10):
-        index.add(keys[start : start + 10])
-        assert index.find(keys[start : start + 10]).tolist() == list(range(10))
-        index.remove(np.arange(10))
-        assert (index.find(keys[start : start + 10]) == -1).all()
-    assert index.nbytes == KeyIndex(keys).nbytes
 
 
 @pytest.mark.parametrize("count", range(1, 13))

@@ -163,24 +163,6 @@ def test_lru_drops_the_least_recently_used():
     assert tier.stats().evictions >= len(dropped) > 0
 
 
-@pytest.mark.slow
-def test_half_an_epoch_in_memory_hits_half_of_it():
-    # The reason for the default: what came first is the best that can be kept.
-    rates = {}
-    for policy in ("keep", "lru"):
-        tier = MemoryTier(room_for(50, 1000), policy)
-        hits = 0
-        for _ in range(4):
-            for name in range(100):
-                if found(tier, [name], 1000):
-                    hits += 1
-                else:
-                    put(tier, [name], 1000)
-        rates[policy] = hits / 300
-    assert 0.45 < rates["keep"] < 0.55
-    assert rates["lru"] == 0
-
-
 @pytest.mark.parametrize("policy", ["keep", "lru"])
 def test_rows_of_a_dead_namespace_make_room(policy):
     living = set(NAMESPACES)

@@ -37,24 +37,6 @@ def test_a_worker_that_ends_loses_no_rows(tmp_path, method, workers):
     warm.run(SPILL, method, workers, env={"TMPDIR": str(tmp_path)}, forks=True)
 
 
-SINGLE = """
-import multiprocessing, sys
-from tests.helpers.storage import NEVER, put
-from torchcache2.tiers.disk.tier import DiskTier
-
-tier = DiskTier(sys.argv[1], delay=NEVER)
-child = multiprocessing.get_context("fork").Process(target=put, args=(tier, [1, 2]))
-child.start()
-child.join()
-put(tier, [3])
-"""
-
-
-def test_single_rows_that_wait_are_written_when_a_process_ends(tmp_path):
-    assert warm.run(SINGLE, tmp_path).err == ""
-    assert sealed_names(tmp_path, range(5)) == [1, 2, 3]
-
-
 class Slow(Unsynced):
     """A disk that writes so many bytes in a second."""
 

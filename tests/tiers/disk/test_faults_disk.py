@@ -678,40 +678,6 @@ def test_a_damaged_fingerprint_file_does_no_harm(path, log, content):
     assert tier.stats().faults == 0 and warnings_of(log) == []
 
 
-@pytest.mark.slow
-def test_files_that_change_between_puts_and_gets(path, log):
-    """Random flips while three handles are at work: right rows, or none."""
-    generator = np.random.default_rng(0)
-    tiers = [handle(path, codec=codec) for codec in ("none", "brotli", "none")]
-    flips = 0
-    for turn in range(3000 if SOAK else 60):
-        tier = tiers[turn % 3]
-        names = generator.integers(0, 100, 12).tolist()
-        here = found(tier, names, WIDTH)
-        put(tier, sorted(set(names) - set(here)), WIDTH)
-        if turn % 2:
-            tier.flush()
-        files = segments(path)
-        if files and turn % 3 == 0:
-            file = files[generator.integers(len(files))]
-            flip(file, int(generator.integers(file.stat().st_size)), 1 << int(generator.integers(8)))
-            flips += 1
-        if turn % 7 == 6:
-            tier.close()
-            tiers[turn % 3] = handle(path, codec="brotli")
-    corrupt = 0
-    for tier in tiers:
-        found(tier, range(100), WIDTH)
-        put(tier, range(100), WIDTH)
-        assert found(tier, range(100), WIDTH) == list(range(100))
-        corrupt += tier.stats().corrupt
-        assert tier.stats().faults == 0
-        tier.close()
-    assert corrupt > 0 and flips > 10
-    assert all("damaged" in record.getMessage() for record in warnings_of(log))
-    assert set(strange_files(path)) <= {name for name in snapshot(path) if name.endswith(".corrupt")}
-
-
 def test_no_memory_for_a_batch_is_a_miss(path, log, monkeypatch):
     fill(path)
     tier = handle(path)
