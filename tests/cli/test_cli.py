@@ -43,9 +43,8 @@ from torchcache2.cli.report import verdict
 from torchcache2.core.rows import Rows
 from torchcache2.files import layout as segment
 from torchcache2.files.codec import codec
-from torchcache2.files.directory import FINGERPRINT, LOCK, TAG, CacheDirectory
+from torchcache2.files.directory import FINGERPRINT, LOCK, TAG
 from torchcache2.files.filesystem import FileSystem, ulid
-from torchcache2.files.removal import remove_namespace
 from torchcache2.files.segment import encode
 from torchcache2.tiers.disk.tier import DiskTier
 
@@ -661,18 +660,6 @@ def test_rm_with_force_deletes_under_a_living_process_which_computes_again(path)
     put(disk, range(40, 50), 64)
     disk.close()
     assert sealed_names(path, range(40, 50), 64) == list(range(40, 50))
-
-
-def test_a_namespace_that_comes_into_use_while_rm_asks_is_spared(path):
-    directory = CacheDirectory(str(path), FileSystem())
-    hold = directory.hold(NAMESPACES[0])
-    before = snapshot(path / FIRST)
-    assert not remove_namespace(directory, FIRST)
-    assert snapshot(path / FIRST) == before
-    del hold
-    assert remove_namespace(directory, FIRST)
-    assert not (path / FIRST).exists()
-    assert remove_namespace(directory, FIRST)  # as another process may have done
 
 
 def test_rm_leaves_what_a_living_process_writes(path):

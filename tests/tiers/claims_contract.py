@@ -1,5 +1,6 @@
 """What claims do wherever they are: each key is computed by one, and nobody waits for ever."""
 
+import sys
 import threading
 import time
 
@@ -17,6 +18,37 @@ def in_thread(function):
     thread.join(30)
     (result,) = results
     return result
+
+
+class Interrupt(KeyboardInterrupt):
+    pass
+
+
+def interrupted(number, is_traced, function):
+    """What a function returns, and whether it has ended: it is interrupted at a line of code that is traced.
+
+    What is left of the call is freed with the exception, as it is in a session that goes on.
+    """
+    seen = 0
+
+    def tracer(frame, event, _):
+        nonlocal seen
+        if not is_traced(frame.f_code):
+            return None
+        if event == "line":
+            seen += 1
+            if seen == number:
+                raise Interrupt
+        return tracer
+
+    before = sys.gettrace()
+    sys.settrace(tracer)
+    try:
+        return function(), True
+    except Interrupt:
+        return None, False
+    finally:
+        sys.settrace(before)
 
 
 class ClaimContract:

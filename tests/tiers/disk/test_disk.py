@@ -5,7 +5,6 @@ import gc
 import json
 import os
 import re
-import signal
 import sys
 import threading
 import time
@@ -17,7 +16,6 @@ import torch
 from safetensors import safe_open
 from xxhash import xxh3_64_hexdigest
 
-from tests.helpers import warm
 from tests.helpers.storage import (
     CPU,
     NAMESPACES,
@@ -756,36 +754,6 @@ def test_a_namespace_that_another_handle_uses_is_in_use(make, path, log, by):
     again = make(budget, codec="none")
     seal(again, [("again", row) for row in range(10)], 1000, NAMESPACES[1])
     assert segments(path, NAMESPACES[0]) == []
-
-
-HOLDER = """
-import sys, time
-from tests.helpers.storage import found
-from torchcache2.tiers.disk.tier import DiskTier
-
-tier = DiskTier(sys.argv[1])
-assert found(tier, [(0, 0)], 1000) == [(0, 0)]
-print("holds", flush=True)
-time.sleep(600)
-"""
-
-
-def test_a_namespace_that_another_process_uses_is_in_use_until_it_is_killed(make, path):
-    fill(path, 2)
-    everything = [(number, row) for number in range(2) for row in range(10)]
-    budget = size_of(path) + 3_000
-    holder = warm.start(HOLDER, path).until("holds")
-    tier = make(budget, codec="none")
-    put(tier, range(10), 1000, NAMESPACES[1])
-    tier.flush()
-    assert found(tier, range(10), 1000, NAMESPACES[1]) == []
-    assert sealed_names(path, everything, 1000) == everything
-    holder.send(signal.SIGKILL)
-    assert holder.wait() == -signal.SIGKILL
-    tier = make(budget, codec="none")
-    seal(tier, range(5), 1000, NAMESPACES[1])
-    assert found(tier, range(10), 1000, NAMESPACES[1]) == list(range(5))
-    assert len(sealed_names(path, everything, 1000)) < 20
 
 
 def test_a_namespace_without_rows_that_nothing_alive_uses_is_not_in_use(make, path):
