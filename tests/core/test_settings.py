@@ -41,11 +41,7 @@ WRONG = [
     ("max_memory_cache_size", NO_SIZES, "bytes as an int, a text like '4GB'"),
     ("max_persistent_cache_size", NO_SIZES, "bytes as an int, a text like '4GB'"),
     ("persistent", [0, 1, "", "yes", "/tmp"], "expected True or False"),
-    (
-        "persistent_cache_dir",
-        ["", 5, b"/tmp", True],
-        "path of a",
-    ),
+    ("persistent_cache_dir", ["", 5, b"/tmp", True], "path of a"),
     ("compression", [None, "", "zstd", "Brotli", True, b"none", ["none"]], "'brotli', 'blosc2' or 'none'"),
     ("compression_quality", [None, -1, 12, True, 1.0, "1"], "an int from 0 to 11"),
     (

@@ -91,9 +91,7 @@ def _unflatten_registered(values, context):
 
 for _cls in (Tagged, Kept):
     pytree.register_pytree_node(
-        _cls,
-        lambda node: (node.children, node.tag),
-        lambda children, tag, cls=_cls: cls(list(children), tag),
+        _cls, lambda node: (node.children, node.tag), lambda children, tag, cls=_cls: cls(list(children), tag)
     )
 if hasattr(pytree, "register_dataclass"):
     pytree.register_dataclass(Registered)
@@ -321,10 +319,7 @@ UNSERIALISABLE = {
         lambda: collections.defaultdict(Unregistered, a=x(1)),
         "output is a defaultdict of .*Unregistered",
     ),
-    "an object in a context": (
-        lambda: (Kept([], [Colour.RED]),),
-        r"output\[0\] of type .*Kept .*Colour",
-    ),
+    "an object in a context": (lambda: (Kept([], [Colour.RED]),), r"output\[0\] of type .*Kept .*Colour"),
     "a class that is no node": (
         lambda: Kept([x(1)], Unregistered),
         "output.* needs .*Unregistered, which is not a",

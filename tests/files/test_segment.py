@@ -900,40 +900,10 @@ for _name in TINY:
 NUMBERS = [0, 1, -1, 2, 3, 5, 24, 750, 2**31, 2**47, 2**48, 2**63 - 1, 2**63, 2**64, 10**30, 1.0, 1e300]
 NUMBERS += [float("inf"), float("-inf"), float("nan")]
 OTHERS = [
-    *NUMBERS,
-    *map(str, NUMBERS),
-    None,
-    True,
-    False,
-    "",
-    "none",
-    "brotli",
-    "blosc2",
-    "zstd",
-    "\ud800",
-    [],
-    {},
-]
-OTHERS += [
-    "float32",
-    "uint8",
-    "complex128",
-    "int4",
-    "bits16",
-    "quint8",
-    "tensor",
-    "str",
-    "none",
-    "int",
-    "U8",
-    "F32",
-]
-OTHERS += [
-    [None],
-    {"tuple": []},
-    {"list": [None, None]},
-    {"dict": [["a", None]]},
-    {"node": ["os:system", None, None, []]},
+    *(*NUMBERS, *map(str, NUMBERS), None, True, False, [], {}, [None], "", "\ud800"),
+    *("none", "brotli", "blosc2", "zstd", "float32", "uint8", "complex128", "int4", "bits16", "quint8"),
+    *("tensor", "str", "none", "int", "U8", "F32", {"tuple": []}, {"list": [None, None]}),
+    *({"dict": [["a", None]]}, {"node": ["os:system", None, None, []]}),
 ]
 OTHERS += [[2**40, 2**40], [0, 2**47, 2**47], [None] * 30, "cuda:0", "meta", "0" * 32, "f" * 31]
 

@@ -554,14 +554,6 @@ def test_segments_come_down_as_long_as_they_fit_and_nothing_goes_for_them(filled
 
 
 @pytest.mark.slow
-def test_nothing_comes_down_for_a_namespace_that_nobody_uses(filled):
-    objects, path, _ = filled
-    with mirrored(objects, path):
-        time.sleep(0.2)
-        assert segments(path) == []
-
-
-@pytest.mark.slow
 def test_a_damaged_object_stays_and_is_told_once(filled, log):
     objects, path, files = filled
     place = Path(objects.bucket.url.removeprefix("file://"), FOLDER)

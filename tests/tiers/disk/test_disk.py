@@ -1,6 +1,7 @@
 """The disk tier: what is in the directory, who sees it, what goes when it is full, whose files are left."""
 
 import errno
+import functools
 import gc
 import json
 import os
@@ -40,6 +41,7 @@ from tests.helpers.storage import (
     wait_until,
     warnings_of,
 )
+from tests.helpers.threads import run_at_once
 from torchcache2 import OptionError
 from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
@@ -531,20 +533,15 @@ def test_a_newer_segment_is_neither_read_nor_deleted_and_gets_none_beside_it(mak
 
 
 def test_a_directory_is_made_by_whoever_comes_first(path):
-    tiers, barrier = [], threading.Barrier(8)
+    tiers = []
 
     def work(number):
-        barrier.wait()
         tier = DiskTier(path, delay=NEVER)
         put(tier, [number])
         tier.close()
         tiers.append(tier)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_at_once(*[functools.partial(work, number) for number in range(8)])
     assert len(tiers) == 8 and sum(tier.stats().faults for tier in tiers) == 0
     assert sealed_names(path, range(8)) == list(range(8))
     assert strange_files(path) == []
@@ -614,11 +611,7 @@ def test_several_writers_exceed_the_budget_by_a_segment_each(path):
         tier.close()
         faults.append(tier.stats().faults)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(writers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_at_once(*[functools.partial(work, number) for number in range(writers)])
     assert faults == [0] * writers
     assert max(fs.most for fs in handles) <= budget + writers * max(fs.largest for fs in handles)
     assert size_of(path) > 0.5 * budget
@@ -662,15 +655,8 @@ def test_mru_keeps_what_came_first_and_says_what_to_do(make, path, log):
     assert here == list(range(len(here))) and 100 < len(here) < 250
     assert size_of(path) <= 100_000 and tier.stats().evictions == 0
     (warning,) = warnings_of(log)
-    for words in (
-        "full",
-        str(path),
-        "100.0 kB",
-        "max_persistent_cache_size",
-        "policy='lru'",
-        "torchcache2 prune",
-    ):
-        assert words in warning.getMessage()
+    words = ("full", str(path), "100.0 kB", "max_persistent_cache_size", "policy='lru'", "torchcache2 prune")
+    assert all(word in warning.getMessage() for word in words), warning.getMessage()
     larger = make(10**6, codec="none")
     seal(larger, range(len(here), 400), 100)
     assert found(larger, range(400), 100) == list(range(400))

@@ -2,6 +2,7 @@
 
 import collections
 import errno
+import functools
 import os
 import random
 import shutil
@@ -34,6 +35,7 @@ from tests.helpers.storage import (
     strange_files,
     warnings_of,
 )
+from tests.helpers.threads import run_at_once
 from torchcache2.core import sizes
 from torchcache2.files import run as merging
 from torchcache2.files.directory import LOCK
@@ -106,10 +108,7 @@ def use(path, fs, *, policy="keep", budget=10**9):
 
 
 def everything(path):
-    return (
-        sealed_names(path, OLD + NEW + LATE, WIDTH),
-        sealed_names(path, NEW, 50, NAMESPACES[1]),
-    )
+    return (sealed_names(path, OLD + NEW + LATE, WIDTH), sealed_names(path, NEW, 50, NAMESPACES[1]))
 
 
 def calls_of(path, **options):
@@ -321,26 +320,17 @@ def test_faults_under_threads_are_told_once(path, log):
     log.clear()
     fs = Faulty(errno.EIO, 60)
     tier = DiskTier(path, codec="none", delay=0.0, fs=fs)
-    errors = []
 
     def work(number):
-        try:
-            for turn in range(30):
-                put(tier, [("mine", number, turn)], WIDTH)
-                found(tier, [("mine", number, turn)], WIDTH)
-                found(tier, OLD, WIDTH)
-                if turn % 5 == 0:
-                    tier.flush()
-        except BaseException as error:
-            errors.append(error)
+        for turn in range(30):
+            put(tier, [("mine", number, turn)], WIDTH)
+            found(tier, [("mine", number, turn)], WIDTH)
+            found(tier, OLD, WIDTH)
+            if turn % 5 == 0:
+                tier.flush()
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    run_at_once(*[functools.partial(work, number) for number in range(4)])
     tier.close()
-    assert errors == [] and not any(thread.is_alive() for thread in threads)
     assert tier.stats().faults > 0
     assert len(warnings_of(log)) <= 2  # the fault, and how many rows are lost
     assert sealed_names(path, OLD, WIDTH) == sorted(OLD)

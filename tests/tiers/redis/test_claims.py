@@ -10,6 +10,7 @@ import pytest
 
 from tests.helpers.redis import RedisServer
 from tests.helpers.storage import NAMESPACES, keys_of, wait_until
+from tests.helpers.threads import run_at_once
 from tests.tiers.claims_contract import ClaimContract, interrupted
 from torchcache2.core.places import Servers
 from torchcache2.tiers.base import Claim
@@ -176,11 +177,7 @@ def test_outer_calls_that_hold_what_inner_ones_wait_for_do_not_wait_for_ever(two
         theirs.release()
 
     a, b = NAMESPACES[:2]
-    threads = [threading.Thread(target=work, args=args) for args in ((first, a, b), (second, b, a))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    run_at_once(lambda: work(first, a, b), lambda: work(second, b, a))
     assert waited == [[0], [0]]
 
 

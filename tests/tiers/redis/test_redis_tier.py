@@ -1,6 +1,7 @@
 """What `RedisTier` does beside what every tier does: when it sends, what it forgets, and what it survives."""
 
 import contextlib
+import functools
 import gc
 import threading
 
@@ -21,6 +22,7 @@ from tests.helpers.storage import (
     wait_until,
     warnings_of,
 )
+from tests.helpers.threads import run_at_once
 from torchcache2.tiers import writer
 from torchcache2.tiers.base import Signals
 from torchcache2.tiers.redis import tier as module
@@ -291,33 +293,29 @@ def test_servers_are_killed_and_begun_again_while_threads_read_and_write(tiers):
         tier = tiers([first, second], buffer=5, delay=0.01)
         for node in tier._clients._known.values():
             node.using.shortest = 0.01
-        errors, is_over = [], threading.Event()
+        is_over = threading.Event()
 
         def work(number):
             generator = np.random.default_rng(number)
-            try:
-                while not is_over.is_set():
-                    some = generator.choice(200, 20, replace=False).tolist()
-                    here = found(tier, some, 100)
-                    put(tier, sorted(set(some).difference(here)), 100)
-                    if generator.random() < 0.1:
-                        tier.flush()
-            except BaseException as error:
-                errors.append(error)
+            while not is_over.is_set():
+                some = generator.choice(200, 20, replace=False).tolist()
+                here = found(tier, some, 100)
+                put(tier, sorted(set(some).difference(here)), 100)
+                if generator.random() < 0.1:
+                    tier.flush()
 
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
-        for thread in threads:
-            thread.start()
-        for server in (first, second, first):
-            wait_until(lambda server=server: size_of(server) > 20)
-            server.kill()
-            wait_until(lambda before=tier._clients.faults: tier._clients.faults > before)
-            server.start()
-        wait_until(lambda: len(found(tier, range(200), 100)) == 200)
-        is_over.set()
-        for thread in threads:
-            thread.join(30)
-        assert errors == [] and not any(thread.is_alive() for thread in threads)
+        def kill():
+            try:
+                for server in (first, second, first):
+                    wait_until(lambda server=server: size_of(server) > 20)
+                    server.kill()
+                    wait_until(lambda before=tier._clients.faults: tier._clients.faults > before)
+                    server.start()
+                wait_until(lambda: len(found(tier, range(200), 100)) == 200)
+            finally:
+                is_over.set()
+
+        run_at_once(kill, *[functools.partial(work, number) for number in range(3)])
         assert tier.stats().corrupt == 0
 
 

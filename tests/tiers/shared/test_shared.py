@@ -514,10 +514,7 @@ class Dict(RuleBasedStateMachine):
 
 TestDict = Dict.TestCase
 TestDict.settings = settings(
-    max_examples=2000 if SOAK else 15,
-    stateful_step_count=25,
-    deadline=None,
-    derandomize=not SOAK,
+    max_examples=2000 if SOAK else 15, stateful_step_count=25, deadline=None, derandomize=not SOAK
 )
 
 
