@@ -19,9 +19,6 @@ INSTALL = bin/pip install --quiet --no-compile
 # The first of pyenv's Pythons of a version, or that of the system.
 python = $(firstword $(wildcard $(HOME)/.pyenv/versions/3.$1.*/bin/python3.$1) python3.$1)
 OTHERS = $(filter-out $(shell $(PYTHON) -c 'import sys; print(sys.version_info.minor)'),11 12)
-# Their pins are for older versions than the tests', or bring the libraries of four clouds; they work without.
-PEERS = stocaching==0.2.1 torch-module-cache==0.1.4 litdata==0.2.76 \
-	mosaicml-streaming==0.13.0 catalogue cramjam python-snappy zstd
 # The tests are compiled once, not at every start: a third of the time that it takes to collect them.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -47,7 +44,7 @@ test-gpu: $(VENV)/test
 	$(RUN) -m pytest --device cuda $(addprefix tests/,decorator engine identity torch gpu)
 
 bench: $(VENV)/bench
-	-$(VENV)/$(INSTALL) --no-deps $(PEERS)
+	-$(VENV)/$(INSTALL) --no-deps --requirement tests/benchmarks/peers.txt
 	$(RUN) -m tests.benchmarks --markdown docs/tables --plots docs
 	$(RUN) -m pytest tests/benchmarks/test_faults.py
 
@@ -65,10 +62,11 @@ install-pythons: $(OTHERS:%=$(VENV)-3.%/installed)
 # Google's libraries warn of the old Python, also in the processes that tests start.
 lowest: export PYTHONWARNINGS = ignore:You are using a non-supported Python version:FutureWarning
 lowest:
-	$(VENV)-lowest/bin/python $(QUICK) -W "$$PYTHONWARNINGS" $(patsubst %,--ignore=tests/%,cli project system tiers/disk)
+	$(VENV)-lowest/bin/python $(QUICK) -W "$$PYTHONWARNINGS" \
+		-W 'ignore:`torch.utils._pytree._register_pytree_node`:FutureWarning' $(patsubst %,--ignore=tests/%,cli project system tiers/disk)
 
 newest:
-	$(VENV)-newest/bin/python $(QUICK) $(addprefix tests/,core decorator engine identity torch)
+	$(VENV)-newest/bin/python $(QUICK) -W "ignore:Guards may run slower" $(addprefix tests/,core decorator engine identity torch)
 
 pythons:
 	$(foreach minor,$(OTHERS),$(VENV)-3.$(minor)/bin/python $(QUICK) tests/identity/test_code_*.py &&) true

@@ -70,6 +70,8 @@ def _rest_of_one_in(items):
 
 
 def _suits(item, kind):
+    if item.get_closest_marker("soak") and not os.environ.get("SOAK"):
+        return False
     if item.get_closest_marker("cuda_only"):
         return kind == "cuda"
     return kind == "cpu" or not item.get_closest_marker("cpu_only")

@@ -4,7 +4,7 @@ import typing as _typing
 
 from torchcache2.core.logs import logger as _logger
 from torchcache2.core.logs import set_logger_config
-from torchcache2.core.version import __version__
+from torchcache2.identity.marks import __version__
 
 if _typing.TYPE_CHECKING:
     from torchcache2.core.errors import (

@@ -115,7 +115,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("persistent", "shuffle"), [(0, 1), (1, 0)])
 def test_each_sample_is_loaded_once(tmp_path, persistent, shuffle):
     assert run(EPOCHS, tmp_path, tmp_path, "fork", persistent, shuffle).out == "[]\n"

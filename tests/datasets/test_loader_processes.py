@@ -156,7 +156,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", ["redis", *["local"] * SOAK], indirect=True)
 def test_a_worker_that_is_killed_breaks_nothing(tmp_path, options):
     run(KILLED, tmp_path / "log", json.dumps(options))

@@ -21,14 +21,13 @@ from hypothesis import example, given, settings
 from torch.utils import _pytree as pytree
 
 from tests.helpers.storage import DTYPES, NAMESPACES, key_of
-from torchcache2.core.errors import OutputError
+from torchcache2.core.errors import DamagedError, OutputError, UnknownClassError, UnreadableError
 from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
 from torchcache2.core.values import UnstorableError
 from torchcache2.engine.values.kinds import Image, Packed
 from torchcache2.engine.values.packed import pack, unpack
 from torchcache2.engine.values.samples import Samples, from_rows, rebuilder
-from torchcache2.files.errors import DamagedError, UnknownClassError, UnreadableError
 from torchcache2.files.schema import schema_from_json, schema_to_json
 from torchcache2.tiers.memory.tier import MemoryTier
 from torchcache2.tiers.shared.tier import SharedTier

@@ -5,7 +5,6 @@ import dataclasses
 import gc
 import inspect
 import io
-import os
 import pickle
 import weakref
 
@@ -900,7 +899,7 @@ print("end")
 """
 
 
-@pytest.mark.skipif("SOAK" not in os.environ, reason="a process of its own; set SOAK=1")
+@pytest.mark.soak  # a process of its own
 def test_it_is_told_at_exit():
     done = warm.run(AT_EXIT)
     assert (done.out + done.err).count("only encode is called") == 1

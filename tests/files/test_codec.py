@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers import warm
+from torchcache2.core.errors import DamagedError
 from torchcache2.files.codec import Lane, codec, lane
-from torchcache2.files.errors import DamagedError
 
 NAMES = ["none", "brotli", "blosc2"]
 COMPRESSING = ["brotli", "blosc2"]
@@ -454,7 +454,7 @@ import brotli
 import numpy as np
 from torchcache2.files.codec import codec
 from torchcache2.files.codec import Lane
-from torchcache2.files.errors import DamagedError
+from torchcache2.core.errors import DamagedError
 
 assert "blosc2" not in sys.modules
 block = bytes.fromhex(sys.argv[1])

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from torchcache2.core.errors import DamagedError, UnreadableError
 from torchcache2.files.directory import CacheDirectory, contents_of
-from torchcache2.files.errors import DamagedError, UnreadableError
 from torchcache2.files.filesystem import Descriptors, FileSystem, made_at, ulid
 from torchcache2.files.layout import HEAD, head_size, parse_head, read_head, write_head
 from torchcache2.files.removal import Removal, remove_leftovers

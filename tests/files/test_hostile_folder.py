@@ -35,8 +35,8 @@ from tests.helpers.storage import (
 )
 from torchcache2 import OptionError, torchcache
 from torchcache2.cli.commands import run
+from torchcache2.core.errors import NewerFormatError
 from torchcache2.files.directory import FINGERPRINT, LOCK, TAG, TAG_TEXT, CacheDirectory
-from torchcache2.files.errors import NewerFormatError
 from torchcache2.files.filesystem import Descriptors, FileSystem, StrangeFileError, most_open, ulid
 from torchcache2.files.removal import deleting, in_use
 from torchcache2.tiers.disk import index as located_module

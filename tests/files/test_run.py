@@ -16,8 +16,8 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 from tests.helpers.storage import Faulty, Short, Unsynced
+from torchcache2.core.errors import DamagedError, NewerFormatError
 from torchcache2.files import run as module
-from torchcache2.files.errors import DamagedError, NewerFormatError
 from torchcache2.files.filesystem import Descriptors
 from torchcache2.files.layout import read_head
 from torchcache2.files.run import ENTRY, TABLE, Part, Run, by_key, entries_of, write_run

@@ -21,10 +21,10 @@ from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 from transformers.utils import ModelOutput
 
 from tests.helpers.outputs import assert_same
+from torchcache2.core.errors import DamagedError, UnknownClassError, UnserialisableError
 from torchcache2.core.rows import Leaf, Rows, Schema
 from torchcache2.core.values import BARE
 from torchcache2.files import schema as schemajson
-from torchcache2.files.errors import DamagedError, UnknownClassError, UnserialisableError
 from torchcache2.files.schema import schema_from_json, schema_to_json
 
 SOAK = bool(os.environ.get("SOAK"))

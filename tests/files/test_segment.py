@@ -25,14 +25,7 @@ from torch.utils import _pytree as pytree
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from torchcache2 import OptionError
-from torchcache2.core.keys import Keys
-from torchcache2.core.rows import Leaf, Rows, Schema
-from torchcache2.core.values import BARE
-from torchcache2.files import schema as limits_of
-from torchcache2.files.codec import buffer, lane
-from torchcache2.files.codec import codec as codec_of
-from torchcache2.files.directory import CacheDirectory
-from torchcache2.files.errors import (
+from torchcache2.core.errors import (
     DamagedError,
     NewerFormatError,
     TooLargeError,
@@ -40,6 +33,13 @@ from torchcache2.files.errors import (
     UnreadableError,
     UnserialisableError,
 )
+from torchcache2.core.keys import Keys
+from torchcache2.core.rows import Leaf, Rows, Schema
+from torchcache2.core.values import BARE
+from torchcache2.files import schema as limits_of
+from torchcache2.files.codec import buffer, lane
+from torchcache2.files.codec import codec as codec_of
+from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.filesystem import Descriptors, FileSystem
 from torchcache2.files.layout import Layout
 from torchcache2.files.segment import Segment, empty_columns, encode, rows_of, write

@@ -1,7 +1,6 @@
 """Actors of the real Ray: the example, the recipe, and what a kill costs. One cluster for all of it."""
 
 import json
-import os
 import re
 import secrets
 import tempfile
@@ -12,7 +11,7 @@ from tests.helpers import warm
 from tests.helpers.examples import EXAMPLES, LIBRARIES, code_and_output
 
 # Its processes need more than two cores to be in time beside other tests.
-pytestmark = pytest.mark.skipif(not os.environ.get("SOAK"), reason="make soak")
+pytestmark = pytest.mark.soak
 
 WARNED = ["error", "ignore::DeprecationWarning", "ignore::FutureWarning"]  # Ray warns of itself
 PATIENCE = 240.0  # seconds: its processes take many

@@ -191,7 +191,7 @@ def test_the_package_works_without_the_private_names():
     assert failed == [], why
 
 
-@pytest.mark.skipif(not os.environ.get("SOAK"), reason="takes a minute; groups of them are tested each time")
+@pytest.mark.soak  # takes a minute; groups of them are tested each time
 def test_the_package_works_without_any_one_of_the_private_names():
     failed, why = without([[name] for name in NAMES])
     assert failed == [], why

@@ -2,17 +2,14 @@
 
 import os
 
-import pytest
-
 from tests.helpers import warm
-
-pytestmark = pytest.mark.slow
 
 SOAK = bool(os.environ.get("SOAK"))
 CYCLES = 1000 if SOAK else 10
 SCRIPT = "import runpy; runpy.run_module('tests.helpers.killer', run_name='__main__')"
 
 
+@pytest.mark.slow
 def test_what_was_flushed_survives_sigkill_and_nothing_else_stays(tmp_path):
     seed = int.from_bytes(os.urandom(4), "little")
     process = warm.start(SCRIPT, tmp_path / "cache" / "rows", CYCLES, seed)

@@ -1,7 +1,6 @@
 """Under `torch.compile` the cache stays outside of the graphs, and the forward of misses is one."""
 
 import math
-import os
 import threading
 
 import numpy as np
@@ -193,7 +192,7 @@ def test_what_lightning_keeps_of_compiling_is_no_part_of_the_module(make):
     assert cached.cache_instance.module_hash == before
 
 
-@pytest.mark.skipif(not os.environ.get("SOAK"), reason="its compilers take most of a minute; set SOAK=1")
+@pytest.mark.soak  # its compilers take most of a minute
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of torch's own code
 def test_real_compiled_code():
     cached, plain = as_class(), Net()

@@ -21,10 +21,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-from torchcache2.core.errors import OptionError, TorchcacheError
+from torchcache2.core.errors import NewerFormatError, OptionError, TorchcacheError
 from torchcache2.core.places import is_url
-from torchcache2.core.version import __version__
-from torchcache2.files.errors import NewerFormatError
+from torchcache2.identity.marks import __version__
 
 if TYPE_CHECKING:
     from torchcache2.cli.report import Gone, Verdict

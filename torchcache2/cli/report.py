@@ -14,13 +14,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from torchcache2.core.errors import OptionError
+from torchcache2.core.errors import DamagedError, NewerFormatError, OptionError, UnreadableError
 from torchcache2.core.keys import Array, filled
 from torchcache2.core.logs import ToldOnce
 from torchcache2.core.places import Bucket, is_url
 from torchcache2.core.sizes import free_memory
 from torchcache2.files.directory import TAG, CacheDirectory, Contents, is_ours
-from torchcache2.files.errors import DamagedError, NewerFormatError, UnreadableError
 from torchcache2.files.filesystem import Descriptors, FileSystem, made_at
 from torchcache2.files.removal import in_use
 from torchcache2.files.run import Run

@@ -21,13 +21,13 @@ from torch.utils.data import Dataset
 from xxhash import xxh3_128_digest
 
 from torchcache2.core.keys import Keys, int_keys
-from torchcache2.core.version import __version__
 from torchcache2.datasets.options import check
 from torchcache2.engine.cache import now as time_now
 from torchcache2.engine.randomness import state_of
 from torchcache2.identity.encoding import Encoder, digest, qualified_name, readable, text_bytes, texts_of
 from torchcache2.identity.fingerprint import Fingerprint
 from torchcache2.identity.guard import MUTABLE, size_of
+from torchcache2.identity.marks import __version__
 from torchcache2.identity.obstacles import unseeded_draws
 from torchcache2.identity.sourcecode import CompiledTexts
 from torchcache2.identity.tensors import TensorWatch

@@ -11,7 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from torchcache2.core.errors import MissingSampleError, NotCachedError, OptionError
+from torchcache2.core.errors import (
+    DamagedError,
+    MissingSampleError,
+    NewerFormatError,
+    NotCachedError,
+    OptionError,
+    UnknownClassError,
+    UnreadableError,
+)
 from torchcache2.core.keys import Positions
 from torchcache2.core.logs import listed
 from torchcache2.core.sizes import size_text
@@ -22,7 +30,6 @@ from torchcache2.datasets.source import One, Source
 from torchcache2.datasets.store import Levels, Store
 from torchcache2.datasets.tally import Tally
 from torchcache2.files.directory import NAMESPACE_NAME, CacheDirectory, Contents
-from torchcache2.files.errors import DamagedError, NewerFormatError, UnknownClassError, UnreadableError
 from torchcache2.files.filesystem import Descriptors, FileSystem
 from torchcache2.files.segment import Segment
 from torchcache2.identity.fingerprint import Fingerprint, from_document

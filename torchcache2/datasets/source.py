@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, StackDataset, Subset
 
+from torchcache2.core.errors import UnreadableError
 from torchcache2.core.private import pytree
 from torchcache2.core.process import ProcessLock
 from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.values.samples import Samples, from_rows
-from torchcache2.files.errors import UnreadableError
 
 _FIRST = 8  # samples that are always copied
 _DEEPEST = 100

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from torchcache2.core.errors import NotCachedError, OutputError
+from torchcache2.core.errors import NotCachedError, OutputError, UnreadableError
 from torchcache2.core.keys import Flags, Keys, Positions, int_key, int_keys
 from torchcache2.core.logs import ToldOnce
 from torchcache2.core.memory import as_bytes
@@ -23,7 +23,6 @@ from torchcache2.datasets.source import One, Source
 from torchcache2.datasets.tally import Tally
 from torchcache2.engine.stack import TierStack, has_any
 from torchcache2.engine.values.samples import Samples, from_rows, rebuilder
-from torchcache2.files.errors import UnreadableError
 from torchcache2.tiers.base import Signals, Tier
 from torchcache2.tiers.make import Description, InUse, Opened, make_levels
 from torchcache2.tiers.meeting import job_name

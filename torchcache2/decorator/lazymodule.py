@@ -35,9 +35,9 @@ from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.running import opaque
 from torchcache2.files.directory import Notes
 from torchcache2.identity.arguments import BoundCall
-from torchcache2.identity.codenames import names_of, resolved
 from torchcache2.identity.encoding import digest
 from torchcache2.identity.marks import LAZY_ATTRIBUTE
+from torchcache2.identity.names import names_of, resolved
 from torchcache2.identity.namespace import NamespaceKeeper, Seen, namespace_of
 from torchcache2.identity.obstacles import ShardedError, weights_of
 from torchcache2.identity.walk import Lazy

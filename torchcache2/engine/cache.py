@@ -24,7 +24,6 @@ from torchcache2.core.logs import ToldOnce, logger, shown
 from torchcache2.core.rows import Parts, Rows
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import is_out_of_memory, size_text
-from torchcache2.core.version import __version__
 from torchcache2.engine.batch import (
     Batch,
     FunctionSource,
@@ -47,7 +46,7 @@ from torchcache2.engine.stack import Describer, TierStack
 from torchcache2.engine.stats import CacheStats, Counters
 from torchcache2.engine.values.outputs import found, joined, stored
 from torchcache2.engine.verify import differences
-from torchcache2.identity.marks import ADDED_ATTRIBUTE
+from torchcache2.identity.marks import ADDED_ATTRIBUTE, __version__
 from torchcache2.tiers.base import Claim
 
 _CPU = torch.device("cpu")

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchcache2.core.errors import UnserialisableError
 from torchcache2.core.keys import Keys
 from torchcache2.core.logs import logger
 from torchcache2.core.memory import to_host
@@ -32,7 +33,6 @@ from torchcache2.engine.stack import TierStack
 from torchcache2.engine.values.outputs import Lists, rows_of, stored
 from torchcache2.engine.values.samples import Samples
 from torchcache2.files.codec import codec
-from torchcache2.files.errors import UnserialisableError
 from torchcache2.files.segment import Batch, encode
 
 _INDEX_BYTES = 43  # of memory per row, besides the row

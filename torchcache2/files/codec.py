@@ -17,9 +17,8 @@ import brotli  # type: ignore[import-untyped]
 import numpy as np
 import torch
 
-from torchcache2.core.errors import require
+from torchcache2.core.errors import DamagedError, require
 from torchcache2.core.keys import Array, Bytes, Bytes2D
-from torchcache2.files.errors import DamagedError
 
 MOST_PART = (1 << 31) - 64  # most bytes of a lane in one block: sizes have 31 bits, and chunks a header
 _U32 = struct.Struct("<I")

@@ -30,10 +30,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from torchcache2.core.errors import OptionError
+from torchcache2.core.errors import DamagedError, NewerFormatError, OptionError
 from torchcache2.core.logs import logger
 from torchcache2.core.places import is_url
-from torchcache2.files.errors import DamagedError, NewerFormatError
 from torchcache2.files.filesystem import (
     Descriptor,
     FileInfo,

@@ -22,8 +22,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
+from torchcache2.core.errors import DamagedError
 from torchcache2.core.process import ProcessLock
-from torchcache2.files.errors import DamagedError
 
 try:
     import fcntl

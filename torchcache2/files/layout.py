@@ -22,9 +22,9 @@ import numpy as np
 import safetensors.numpy
 from xxhash import xxh3_64_hexdigest
 
+from torchcache2.core.errors import DamagedError, NewerFormatError, TooLargeError, UnserialisableError
 from torchcache2.core.keys import Array
 from torchcache2.core.rows import Schema
-from torchcache2.files.errors import DamagedError, NewerFormatError, TooLargeError, UnserialisableError
 from torchcache2.files.filesystem import FileSystem, write_whole
 from torchcache2.files.schema import schema_from_json, schema_to_json
 

@@ -22,10 +22,9 @@ from itertools import pairwise
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from torchcache2.core.errors import OptionError
+from torchcache2.core.errors import DamagedError, NewerFormatError, OptionError, UnreadableError
 from torchcache2.core.keys import Array, Positions, Words
 from torchcache2.files.directory import RUNS, CacheDirectory
-from torchcache2.files.errors import DamagedError, NewerFormatError, UnreadableError
 from torchcache2.files.filesystem import Descriptor, Descriptors, FileSystem, ulid, write_whole
 from torchcache2.files.layout import RUN, SEGMENT, TEMPORARY
 from torchcache2.files.segment import Segment

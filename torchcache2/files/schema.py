@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from torchcache2.core import values as kinds
+from torchcache2.core.errors import DamagedError, UnknownClassError, UnserialisableError
 from torchcache2.core.private import pytree
 from torchcache2.core.rows import Leaf, Schema
-from torchcache2.files.errors import DamagedError, UnknownClassError, UnserialisableError
 
 MAX_NAME = 1_000
 BUILTINS = (bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple)

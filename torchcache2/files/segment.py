@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from xxhash import xxh3_64, xxh3_64_intdigest
 
+from torchcache2.core.errors import DamagedError
 from torchcache2.core.keys import Array, Bytes, Bytes2D, Keys
 from torchcache2.core.memory import as_bytes, empty_bytes, moved
 from torchcache2.core.rows import Rows, Schema
 from torchcache2.core.sizes import check_room
 from torchcache2.files import codec as codecs
 from torchcache2.files.codec import MOST_PART, Codec, Lane, Piece, Plane, buffer, lane
-from torchcache2.files.errors import DamagedError
 from torchcache2.files.filesystem import Descriptor, Descriptors, FileSystem, write_whole
 from torchcache2.files.layout import (
     BLOCK_BYTES,

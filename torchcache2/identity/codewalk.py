@@ -29,11 +29,21 @@ from xxhash import xxh3_128
 
 from torchcache2.core.private import OPERATOR_FIELDS
 from torchcache2.identity import libraries, marks, sourcecode
-from torchcache2.identity.codenames import IMPORTING, names_of, resolved, spec_of
 from torchcache2.identity.encoding import ORDER, Encoder, public_module, qualified_name, sized, text_bytes
 from torchcache2.identity.guard import MUTABLE
+from torchcache2.identity.names import (
+    IMPORTING,
+    Uses,
+    UseTable,
+    has_fields,
+    is_plain,
+    names_of,
+    resolved,
+    spec_of,
+    taken_by,
+    uses_of,
+)
 from torchcache2.identity.sourcecode import CompiledTexts, cells_of, names_in
-from torchcache2.identity.uses import Uses, UseTable, has_fields, is_plain, taken_by, uses_of
 
 _MISSING = object()
 # Code that calls these reaches things that it does not name. (`locals` reaches only named things.)

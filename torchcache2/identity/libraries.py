@@ -16,6 +16,7 @@ from torchcache2.core.private import (
     OPERATOR_DEFINITION,
     REGISTERED_KERNELS,
 )
+from torchcache2.identity.names import taken_by
 from torchcache2.identity.sourcecode import (
     CompiledTexts,
     Origins,
@@ -25,7 +26,6 @@ from torchcache2.identity.sourcecode import (
     names_in,
     origin,
 )
-from torchcache2.identity.uses import taken_by
 
 _LARGEST_REGISTRY = 1000
 

@@ -1,10 +1,12 @@
-"""The marks that the decorator leaves on modules and functions, and functions to read them."""
+"""The marks of this library: its version, and what the decorator leaves on modules and functions."""
 
 from __future__ import annotations
 
 import types
 from collections.abc import Mapping
 from typing import Any
+
+__version__ = "0.1.0"
 
 ORIGINAL_ATTRIBUTE = "_torchcache_original"  # attribute of a wrapper: what it wraps
 BINDING = "_torchcache_binding"  # attribute of a decorated class: its `Binding`

@@ -29,7 +29,7 @@ from torchcache2.core.private import (
     buffers_of,
     parameters_of,
 )
-from torchcache2.identity.codenames import chains_in, steps_of
+from torchcache2.identity.names import chains_in, steps_of
 from torchcache2.identity.sourcecode import cells_of, code_objects, names_in, origin
 
 _FROM_SYSTEM: list[Any] = [os.urandom, random.SystemRandom, uuid.uuid1, uuid.uuid4]

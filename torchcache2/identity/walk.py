@@ -55,9 +55,9 @@ from torchcache2.identity.encoding import (
 )
 from torchcache2.identity.fingerprint import Fingerprint
 from torchcache2.identity.guard import MUTABLE, alike, content
+from torchcache2.identity.names import is_plain, unmangled
 from torchcache2.identity.obstacles import ShardedError, sharding
 from torchcache2.identity.sourcecode import CompiledTexts
-from torchcache2.identity.uses import is_plain, unmangled
 
 _FORMAT = 3
 _COMPILED = (  # attributes that the compiler, and Lightning around it, put on modules and tensors

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
-from torchcache2.core.errors import OptionError
+from torchcache2.core.errors import NewerFormatError, OptionError
 from torchcache2.core.logs import ToldOnce, logger
 from torchcache2.core.process import has_peers, ranks_here
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import size_text
 from torchcache2.files.directory import CacheDirectory
-from torchcache2.files.errors import NewerFormatError
 from torchcache2.files.filesystem import FileSystem
 from torchcache2.files.removal import used_bytes
 from torchcache2.tiers.base import Signals, Tier

@@ -19,9 +19,9 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 
 from torchcache2.core.process import AtExit, ray_job
-from torchcache2.core.version import __version__
 from torchcache2.files.filesystem import Descriptor, FileSystem
 from torchcache2.identity.encoding import digest
+from torchcache2.identity.marks import __version__
 from torchcache2.tiers.shared.region import start_time
 
 JOB = "TORCHCACHE_JOB"

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchcache2.core.errors import UnserialisableError
 from torchcache2.core.keys import Array, Keys
 from torchcache2.core.logs import ToldOnce
 from torchcache2.core.memory import CUDA, Arriving, as_bytes
 from torchcache2.core.process import ProcessLock
 from torchcache2.core.rows import Rows, Schema
-from torchcache2.files.errors import UnserialisableError
 from torchcache2.files.layout import schema_text
 from torchcache2.files.segment import Filling
 

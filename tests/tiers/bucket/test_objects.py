@@ -7,10 +7,9 @@ import time
 import pytest
 
 from tests.helpers.buckets import SCHEMES, bucket, new_bucket, opened, options_of
-from torchcache2.core.errors import OptionError
+from torchcache2.core.errors import NewerFormatError, OptionError
 from torchcache2.core.places import Bucket
 from torchcache2.files.directory import TAG_TEXT
-from torchcache2.files.errors import NewerFormatError
 from torchcache2.tiers.bucket.objects import Objects
 
 

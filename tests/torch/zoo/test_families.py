@@ -15,7 +15,7 @@ SHARE = os.environ.get("ZOO_SHARE", "1/1")  # the first of so many parts of the 
 LIBRARIES = ("timm", "torchvision", "transformers", "open_clip")
 
 pytestmark = [
-    pytest.mark.skipif(not os.environ.get("SOAK"), reason="make soak"),
+    pytest.mark.soak,
     pytest.mark.filterwarnings("ignore"),  # of hundreds of models some have deprecated something
 ]
 

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 
 import pytest
 import torch
@@ -69,9 +68,7 @@ def check_first_process(name, folder):
     "names",
     [
         pytest.param(DAILY, id="daily"),
-        pytest.param(
-            OTHERS, id="others", marks=pytest.mark.skipif(not os.environ.get("SOAK"), reason="make soak")
-        ),
+        pytest.param(OTHERS, id="others", marks=pytest.mark.soak),
     ],
 )
 def test_pipelines_are_equal_and_the_second_process_computes_nothing(names, tmp_path):

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from torchcache2.core import values
+from torchcache2.core.errors import DamagedError, UnknownClassError, UnserialisableError
 from torchcache2.core.keys import Array
 from torchcache2.core.values import Node, Opened, UnstorableError, has_attributes
 from torchcache2.files import schema as classes
-from torchcache2.files.errors import DamagedError, UnknownClassError, UnserialisableError
 
 _NATIVE = {  # names of NumPy's dtypes that torch has, by character
     np.dtype(name).char: np.dtype(name).str

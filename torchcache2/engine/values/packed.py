@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchcache2.core.errors import DamagedError, NewerFormatError, UnreadableError
 from torchcache2.core.rows import plain_bytes
 from torchcache2.core.values import UnstorableError, fields_of, is_key, is_namedtuple, is_node, one_of
 from torchcache2.engine.values import kinds
 from torchcache2.engine.values.kinds import Packed, bytes_of, dense, tensor_of
 from torchcache2.files import schema as classes
-from torchcache2.files.errors import DamagedError, NewerFormatError, UnreadableError
 
 _VERSION = 1
 _MAX_DEPTH = 100

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from torchcache2.core.errors import OutputError
+from torchcache2.core.errors import DamagedError, OutputError, UnreadableError
 from torchcache2.core.keys import Positions
 from torchcache2.core.memory import LEAST_SPARE, SpareMemory, as_bytes, to_host, with_ordinary_tensors
 from torchcache2.core.private import pytree
@@ -53,7 +53,6 @@ from torchcache2.engine.values.kinds import (
     tensor_of,
 )
 from torchcache2.engine.values.packed import pack, unpack
-from torchcache2.files.errors import DamagedError, UnreadableError
 
 _STRUCTURES = 16  # of one namespace; each has its own files on disk
 _LEAVES = 256

@@ -12,12 +12,11 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from torchcache2.core.errors import OptionError
+from torchcache2.core.errors import AwayError, DamagedError, NewerFormatError, OptionError
 from torchcache2.core.logs import ToldOnce
 from torchcache2.core.places import Bucket
 from torchcache2.core.process import ProcessLock
 from torchcache2.files.directory import TAG, check_format, stated_format
-from torchcache2.files.errors import AwayError, DamagedError, NewerFormatError
 from torchcache2.files.filesystem import FileInfo
 from torchcache2.files.layout import head_size
 from torchcache2.tiers.base import Breaker

@@ -22,10 +22,10 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
+from torchcache2.core.errors import DamagedError, NewerFormatError, UnreadableError
 from torchcache2.core.places import Bucket
 from torchcache2.core.process import ProcessLock
 from torchcache2.files.directory import FINGERPRINT, CacheDirectory, contents_of
-from torchcache2.files.errors import DamagedError, NewerFormatError, UnreadableError
 from torchcache2.files.filesystem import FileInfo, FileSystem, made_at
 from torchcache2.files.layout import (
     FORMAT_VERSION,

@@ -24,8 +24,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
+from torchcache2.core.errors import AwayError, DamagedError
 from torchcache2.files.directory import ASKED, HEAD_NAME, MAP, PART, SEGMENT_NAME, CacheDirectory
-from torchcache2.files.errors import AwayError, DamagedError
 from torchcache2.files.filesystem import Descriptor, FileInfo, FileSystem
 from torchcache2.files.layout import HEAD, SEGMENT, checked, read_head, read_size, stated
 from torchcache2.files.removal import used_bytes

@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
+from torchcache2.core.errors import DamagedError, UnreadableError
 from torchcache2.core.sizes import parse_size
 from torchcache2.files.directory import (
     CORRUPT,
@@ -33,7 +34,6 @@ from torchcache2.files.directory import (
     Contents,
     stated_format,
 )
-from torchcache2.files.errors import DamagedError, UnreadableError
 from torchcache2.files.filesystem import FileInfo
 from torchcache2.files.layout import FORMAT_VERSION, HEAD, pack, parse_head, read_head, write_head
 from torchcache2.files.removal import deleting, in_use, used_bytes

@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import errno
 
+from torchcache2.core.errors import DamagedError, NewerFormatError
 from torchcache2.core.logs import ToldOnce
 from torchcache2.core.sizes import size_text
 from torchcache2.files.directory import CacheDirectory
-from torchcache2.files.errors import DamagedError, NewerFormatError
 from torchcache2.files.filesystem import is_read_only
 from torchcache2.tiers.base import Breaker
 

@@ -19,11 +19,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchcache2.core.errors import OptionError
+from torchcache2.core.errors import DamagedError, NewerFormatError, OptionError, UnreadableError
 from torchcache2.core.keys import Array, Words
 from torchcache2.core.process import ProcessLock
 from torchcache2.files.directory import FINGERPRINT, CacheDirectory
-from torchcache2.files.errors import DamagedError, NewerFormatError, UnreadableError
 from torchcache2.files.filesystem import Descriptor, Descriptors, FileInfo
 from torchcache2.files.layout import SEGMENT
 from torchcache2.files.run import Run

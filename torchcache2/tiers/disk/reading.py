@@ -11,9 +11,9 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from torchcache2.core.errors import AwayError, DamagedError, NewerFormatError
 from torchcache2.core.keys import Array, Flags, Keys, Positions
 from torchcache2.core.rows import Parts, Rows, Schema, merged
-from torchcache2.files.errors import AwayError, DamagedError, NewerFormatError
 from torchcache2.files.segment import Columns, Filling, Segment, empty_columns, row_checksums, rows_of
 from torchcache2.tiers.bucket.source import BucketSource
 from torchcache2.tiers.disk.health import Health

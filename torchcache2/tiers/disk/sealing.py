@@ -18,7 +18,6 @@ from torchcache2.core.keys import Keys
 from torchcache2.core.process import ProcessLock
 from torchcache2.core.rows import Rows, Schema
 from torchcache2.core.settings import Policy
-from torchcache2.core.version import __version__
 from torchcache2.files.codec import Codec
 from torchcache2.files.directory import MIRROR, CacheDirectory
 from torchcache2.files.filesystem import StrangeFileError, is_read_only, ulid
@@ -26,6 +25,7 @@ from torchcache2.files.layout import HEAD, SEGMENT
 from torchcache2.files.removal import Allowance, Removal, room_after, used_bytes
 from torchcache2.files.run import is_due, write_runs
 from torchcache2.files.segment import Encoded, Segment, encode, write
+from torchcache2.identity.marks import __version__
 from torchcache2.tiers.bucket.source import BucketSource
 from torchcache2.tiers.disk.health import Health
 from torchcache2.tiers.disk.index import NamespaceIndex, TierIndex

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from torchcache2.core.errors import NewerFormatError
 from torchcache2.core.keys import Flags, Keys
 from torchcache2.core.memory import with_ordinary_tensors
 from torchcache2.core.process import holds
@@ -23,7 +24,6 @@ from torchcache2.core.rows import Rows
 from torchcache2.core.settings import Policy
 from torchcache2.files import codec as codecs
 from torchcache2.files.directory import CacheDirectory
-from torchcache2.files.errors import NewerFormatError
 from torchcache2.files.filesystem import FileSystem
 from torchcache2.files.removal import remove_leftovers, used_bytes
 from torchcache2.tiers.base import Found, Signals, Tier, TierStats

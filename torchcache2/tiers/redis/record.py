@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from torchcache2.core.errors import OptionError
+from torchcache2.core.errors import DamagedError, OptionError, UnknownClassError
 from torchcache2.core.keys import Array, Keys, Positions
 from torchcache2.core.memory import as_bytes
 from torchcache2.core.rows import Rows, Schema
 from torchcache2.files.codec import Codec, Lane, lane
 from torchcache2.files.codec import codec as codec_of
-from torchcache2.files.errors import DamagedError, UnknownClassError
 from torchcache2.files.layout import MOST_SCHEMA_BYTES, schema_text
 from torchcache2.files.schema import schema_from_json
 from torchcache2.files.segment import Columns, empty_columns, rows_of

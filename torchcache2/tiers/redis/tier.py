@@ -18,13 +18,13 @@ from functools import partial
 import numpy as np
 import torch
 
+from torchcache2.core.errors import UnserialisableError
 from torchcache2.core.keys import Flags, Keys
 from torchcache2.core.memory import with_ordinary_tensors
 from torchcache2.core.places import Servers
 from torchcache2.core.process import ProcessLock, holds
 from torchcache2.core.rows import Parts, Rows, Schema, merged
 from torchcache2.files.codec import codec as codec_of
-from torchcache2.files.errors import UnserialisableError
 from torchcache2.files.segment import Filling, empty_columns, rows_of
 from torchcache2.tiers.base import Found, Signals, Tier, TierClaim, TierStats
 from torchcache2.tiers.redis.claims import RedisClaims

@@ -25,10 +25,10 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from torchcache2.core.errors import DamagedError, UnknownClassError, UnserialisableError
 from torchcache2.core.keys import Array, Bytes, Positions
 from torchcache2.core.memory import Runtime, SpareMemory, gather, write
 from torchcache2.core.rows import Rows, Schema
-from torchcache2.files.errors import DamagedError, UnknownClassError, UnserialisableError
 from torchcache2.files.schema import schema_from_json, schema_to_json
 from torchcache2.tiers.shared.board import Board
 from torchcache2.tiers.shared.region import PAGE, Region, pages

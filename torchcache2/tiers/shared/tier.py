@@ -26,13 +26,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from torchcache2.core.errors import UnserialisableError
 from torchcache2.core.keys import Flags, Keys, Positions
 from torchcache2.core.logs import ToldOnce
 from torchcache2.core.memory import CUDA, Runtime, SpareMemory, to_host, with_ordinary_tensors
 from torchcache2.core.process import ProcessLock
 from torchcache2.core.rows import Rows
 from torchcache2.core.sizes import size_text
-from torchcache2.files.errors import UnserialisableError
 from torchcache2.tiers.base import Found, Make, Tally, Tier, TierClaim, TierStats
 from torchcache2.tiers.meeting import LockTimeoutError
 from torchcache2.tiers.shared.board import Ticket
