@@ -14,7 +14,7 @@ SHARE = 0.01
 ITEMS, BATCH = 256, 64
 EPOCHS = 60  # 15,360 hits: some 150 of them verified
 SECONDS = 0.010  # of one item
-TOKENS, WIDTH = 256, 256
+WIDTH = 256
 
 
 class Backbone(nn.Module):

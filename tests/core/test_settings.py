@@ -1,6 +1,5 @@
 import dataclasses
 import os
-import pickle
 import shutil
 import sys
 
@@ -42,11 +41,7 @@ WRONG = [
     ("max_memory_cache_size", NO_SIZES, "bytes as an int, a text like '4GB'"),
     ("max_persistent_cache_size", NO_SIZES, "bytes as an int, a text like '4GB'"),
     ("persistent", [0, 1, "", "yes", "/tmp"], "expected True or False"),
-    (
-        "persistent_cache_dir",
-        ["", 5, b"/tmp", True],
-        "path of a",
-    ),
+    ("persistent_cache_dir", ["", 5, b"/tmp", True], "path of a"),
     ("compression", [None, "", "zstd", "Brotli", True, b"none", ["none"]], "'brotli', 'blosc2' or 'none'"),
     ("compression_quality", [None, -1, 12, True, 1.0, "1"], "an int from 0 to 11"),
     (
@@ -219,11 +214,6 @@ def test_equal_settings_are_equal_keys_of_a_dict():
     assert len({one, same, other}) == 2
 
 
-def test_settings_survive_pickle():
-    settings = CacheSettings(max_memory_cache_size="4MB", cache_dtype=torch.float16, shared_args=("mask",))
-    assert pickle.loads(pickle.dumps(settings)) == settings
-
-
 def test_replace_changes_what_it_is_given_and_checks_it():
     settings = CacheSettings(policy="lru")
     changed = settings.replace({"max_memory_cache_size": "1MB"})
@@ -269,25 +259,6 @@ def test_values_of_the_switch_in_the_environment(monkeypatch, value, disabled):
     if value is not None:
         monkeypatch.setenv("TORCHCACHE_DISABLE", value)
     assert disabled_by_environment() is disabled
-
-
-def test_values_that_options_take():
-    settings = CacheSettings(
-        enabled=False,
-        subsample_count=2,
-        persistent_module_hash="resnet, 2026-11",
-        memory_cache_device=None,
-        cache_dtype=torch.bfloat16,
-        policy="lru",
-        shared_args=["table", "mask", "table"],
-    )
-    assert not settings.enabled
-    assert settings.subsample_count == 2
-    assert settings.persistent_module_hash == "resnet, 2026-11"
-    assert settings.memory_cache_device is None
-    assert settings.cache_dtype is torch.bfloat16
-    assert settings.policy == "lru"
-    assert settings.shared_args == ("mask", "table")
 
 
 def test_mru_is_another_name_of_keep():

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 from transformers.utils import ModelOutput
 
-from tests.helpers import warm
+from tests.helpers.outputs import assert_same
 from torchcache2.core.errors import DamagedError, UnknownClassError, UnserialisableError
 from torchcache2.core.rows import Leaf, Rows, Schema
 from torchcache2.core.values import BARE
@@ -91,9 +91,7 @@ def _unflatten_registered(values, context):
 
 for _cls in (Tagged, Kept):
     pytree.register_pytree_node(
-        _cls,
-        lambda node: (node.children, node.tag),
-        lambda children, tag, cls=_cls: cls(list(children), tag),
+        _cls, lambda node: (node.children, node.tag), lambda children, tag, cls=_cls: cls(list(children), tag)
     )
 if hasattr(pytree, "register_dataclass"):
     pytree.register_dataclass(Registered)
@@ -126,26 +124,6 @@ def assert_same_schema(read, schema):
         dataclasses.astuple(leaf) for leaf in schema.leaves
     ]
     assert all(type(extent) is int for leaf in read.leaves for extent in leaf.shape)
-
-
-def assert_same_output(got, expected):
-    assert type(got) is type(expected)
-    if isinstance(expected, torch.Tensor):
-        assert torch.equal(got, expected)
-    elif isinstance(expected, dict):
-        assert list(map(repr, got)) == list(map(repr, expected))
-        for key, value in expected.items():
-            assert_same_output(got[key], value)
-        assert getattr(got, "default_factory", None) is getattr(expected, "default_factory", None)
-    elif isinstance(expected, (list, tuple, collections.deque)):
-        assert len(got) == len(expected)
-        assert getattr(got, "maxlen", None) == getattr(expected, "maxlen", None)
-        for value, other in zip(got, expected, strict=True):
-            assert_same_output(value, other)
-    elif isinstance(expected, (Tagged, Registered)):
-        assert_same_output(list(vars(got).values()), list(vars(expected).values()))
-    else:
-        assert repr(got) == repr(expected)
 
 
 OUTPUTS = {
@@ -199,7 +177,7 @@ def test_a_schema_is_the_same_through_json(output):
     read = through_text(stored.schema)
     assert_same_schema(read, stored.schema)
     assert_same_schema(read, schema_of(output))
-    assert_same_output(Rows(read, stored.columns, 3).to_pytree(device=CPU), output)
+    assert_same(Rows(read, stored.columns, 3).to_pytree(device=CPU), output)
 
 
 @pytest.mark.parametrize("output", OUTPUTS.values(), ids=OUTPUTS)
@@ -341,10 +319,7 @@ UNSERIALISABLE = {
         lambda: collections.defaultdict(Unregistered, a=x(1)),
         "output is a defaultdict of .*Unregistered",
     ),
-    "an object in a context": (
-        lambda: (Kept([], [Colour.RED]),),
-        r"output\[0\] of type .*Kept .*Colour",
-    ),
+    "an object in a context": (lambda: (Kept([], [Colour.RED]),), r"output\[0\] of type .*Kept .*Colour"),
     "a class that is no node": (
         lambda: Kept([x(1)], Unregistered),
         "output.* needs .*Unregistered, which is not a",
@@ -386,75 +361,6 @@ def test_a_class_of_a_script_is_named_alike_in_the_processes_that_it_spawns(monk
     data = schema_to_json(schema_of(script.Out(x(1))))
     assert data["structure"] == {"namedtuple": ["__main__:Out", ["a"], [None]]}
     assert_same_schema(schema_from_json(data), schema_of(script.Out(x(1))))
-
-
-WRITTEN_ELSEWHERE = """
-import collections, dataclasses
-from torch.utils import _pytree as pytree
-from transformers.utils import ModelOutput
-
-Named = collections.namedtuple("Named", "a b")
-
-@dataclasses.dataclass
-class Output(ModelOutput):
-    a: object = None
-
-class Node:
-    def __init__(self, children, tag):
-        self.children, self.tag = children, tag
-
-def register():
-    pytree.register_pytree_node(Node, lambda n: (n.children, n.tag), lambda c, t: Node(list(c), t))
-"""
-PROCESS = """
-import json, pathlib, sys
-import torch
-sys.path.insert(0, sys.argv[3])
-from torchcache2.core.rows import Rows
-from torchcache2.core.errors import UnknownClassError
-from torchcache2.files.schema import schema_from_json, schema_to_json
-
-def schemas():
-    import elsewhere as e
-    e.register()
-    x = torch.zeros(2, 3)
-    for output in (e.Named(x, (1,)), e.Output(x), e.Node([x], ["t"])):
-        yield Rows.from_pytree(output, 2, device=torch.device("cpu")).schema
-
-def attempt(data):
-    try:
-        return schema_from_json(data)
-    except UnknownClassError as error:
-        return error.name
-
-if sys.argv[1] == "write":
-    print(json.dumps([schema_to_json(schema) for schema in schemas()]))
-else:
-    texts = json.loads(pathlib.Path(sys.argv[2]).read_text())
-    before = set(sys.modules)
-    names = [attempt(data) for data in texts]
-    assert set(sys.modules) == before and "elsewhere" not in sys.modules
-    import elsewhere
-    unregistered = attempt(texts[2])
-    fresh = list(schemas())
-    read = [attempt(data) for data in texts]
-    equal = [a == b and b == a and hash(a) == hash(b) for a, b in zip(read, fresh, strict=True)]
-    print(json.dumps([names, unregistered, equal]))
-"""
-
-
-@pytest.mark.slow
-def test_a_class_is_unknown_to_another_process_until_it_is_imported_and_registered(tmp_path):
-    (tmp_path / "elsewhere.py").write_text(WRITTEN_ELSEWHERE)
-
-    def process(mode, text):
-        (tmp_path / "text").write_text(text)
-        return warm.run(PROCESS, mode, tmp_path / "text", tmp_path).out
-
-    names, unregistered, equal = json.loads(process("read", process("write", "")))
-    assert names == ["elsewhere:Named", "elsewhere:Output", "elsewhere:Node"]
-    assert unregistered == "elsewhere:Node"
-    assert equal == [True, True, True]
 
 
 @pytest.mark.parametrize(

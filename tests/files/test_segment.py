@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch.utils import _pytree as pytree
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
-from torchcache2 import OptionError, torchcache
+from torchcache2 import OptionError
 from torchcache2.core.errors import (
     DamagedError,
     NewerFormatError,
@@ -40,7 +40,7 @@ from torchcache2.files import schema as limits_of
 from torchcache2.files.codec import buffer, lane
 from torchcache2.files.codec import codec as codec_of
 from torchcache2.files.directory import CacheDirectory
-from torchcache2.files.filesystem import Descriptors, FileSystem, ulid
+from torchcache2.files.filesystem import Descriptors, FileSystem
 from torchcache2.files.layout import Layout
 from torchcache2.files.segment import Segment, empty_columns, encode, rows_of, write
 
@@ -196,15 +196,6 @@ def filled(dtype, shape, seed=0, zeros=0.0):
 
 
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_comes_back(tmp_path, dtype, codec):
-    batches = batches_of((filled(dtype, (3, 2, 5)), 3), (filled(dtype, (4, 2, 5), seed=1, zeros=0.9), 4))
-    check(opened(tmp_path / "a", file_of(batches, codec)), batches, [6, 0, 3, 3, 1])
-    large = batches_of((filled(dtype, (2, 9000), zeros=0.5), 2))
-    check(opened(tmp_path / "b", file_of(large, codec)), large, [1, 0, 1])
-
-
-@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize(
     "value",
     [
@@ -257,35 +248,12 @@ def test_every_structure_comes_back_and_is_a_safetensors_file(tmp_path, output, 
             assert [row.numpy().tobytes() for row in loaded["payload"]] == rows
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize(("shape", "layout"), [((3, 2, 5, 4), "2d"), ((2, 3, 2, 4, 2), "3d")])
-def test_rows_with_channels_last_come_back_as_such(tmp_path, shape, layout, codec):
-    memory_format = torch.channels_last if layout == "2d" else torch.channels_last_3d
-    x = torch.arange(float(torch.Size(shape).numel())).view(shape)
-    last = x.to(memory_format=memory_format)
-    for batches in (
-        batches_of((last, len(x))),
-        batches_of((x, len(x)), (last, len(x))),
-        batches_of((last, len(x)), (x, len(x))),
-        batches_of((last, len(x)), (x[..., :1].contiguous(), len(x))),
-    ):
-        segment = opened(tmp_path / "a", file_of(batches, codec))
-        check(segment, batches)
-    alone = opened(tmp_path / "a", file_of(batches_of((last, len(x))), codec))
-    ((schema, which),) = alone.schemas(np.arange(len(x)))
-    columns = empty_columns(schema, len(x))
-    assert alone.read(which, columns, which)
-    found = rows_of(schema, columns, len(x)).to_pytree(device=CPU)
-    assert torch.equal(found, x)
-    assert found.is_contiguous(memory_format=memory_format)
-
-
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_channels_last_of_every_dtype_come_back(tmp_path, dtype):
     x = filled(dtype, (3, 2, 4, 5)).permute(0, 3, 1, 2)
     plain = filled(dtype, (3, 5, 2, 4), seed=1)
-    for pair in ((x, plain), (plain, x)):
+    for pair in ((x, plain), (plain, x), (x, filled(dtype, (3, 5, 2, 2), seed=2))):
         batches = batches_of((pair[0], 3), (pair[1], 3))
         check(opened(tmp_path / "a", file_of(batches)), batches)
 
@@ -320,19 +288,6 @@ def test_ragged_rows_come_back(tmp_path, codec):
 
 
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("shape", [(0,), (3, 0, 2)], ids=str)
-def test_rows_of_no_bytes_come_back(tmp_path, shape, codec):
-    batches = batches_of((torch.empty(5, *shape), 5))
-    segment = opened(tmp_path / "a", file_of(batches, codec))
-    assert (segment.layout.codec, segment.layout.rows_per_block) == ("none", 0)
-    check(segment, batches, [4, 0, 0, 2])
-    beside = batches_of(({"x": torch.empty(5, *shape), "y": torch.zeros(5, 40)}, 5))
-    check(opened(tmp_path / "b", file_of(beside, codec)), beside, [4, 0, 0, 2])
-    ragged = batches_of((torch.empty(5, *shape), 5), (torch.empty(2, *shape[:-1], 4), 2))
-    check(opened(tmp_path / "c", file_of(ragged, codec)), ragged, [6, 0, 0, 2])
-
-
-@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize(
     ("floats", "per_block"),
     [(1, 2048), (3, 682), (1000, 2), (1024, 2), (1025, 1), (2048, 1), (2049, 1), (9000, 1)],
@@ -344,13 +299,6 @@ def test_rows_share_blocks_of_8_kb(tmp_path, floats, per_block, codec):
     expected = (codec, 0 if codec == "none" else per_block)
     assert (segment.layout.codec, segment.layout.rows_per_block) == expected
     check(segment, batches, [4, 0, 0, len(x) - 1, 2, 1, 2])
-
-
-@pytest.mark.parametrize("codec", CODECS)
-def test_one_row_comes_back(tmp_path, codec):
-    for output in (torch.zeros(1), torch.zeros(1, 20_000), ("a", torch.ones(1, 1))):
-        batches = batches_of((output, 1))
-        check(opened(tmp_path / "a", file_of(batches, codec)), batches, [0, 0])
 
 
 def test_no_row_at_all_may_be_asked_for(tmp_path):
@@ -457,20 +405,6 @@ def test_any_rows_come_back_in_any_order(folder, data, spec, codec, counts):
 
 
 # The file.
-
-
-def test_a_file_is_whole_under_its_name_and_nothing_else_is_left(tmp_path):
-    encoded = encode(batches_of((torch.arange(6.0).view(3, 2), 3)), codec_of("none"))
-    write(FS, str(tmp_path), "a.safetensors", encoded)
-    assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
-    assert (tmp_path / "a.safetensors").read_bytes() == b"".join([encoded.head, *map(buffer, encoded.data)])
-
-
-def test_names_are_ulids_that_sort_by_time():
-    names = [ulid() for _ in range(100)]
-    assert all(re.fullmatch("[0-7][0-9A-HJKMNP-TV-Z]{25}", name) for name in names)
-    assert len(set(names)) == 100
-    assert [name[:10] for name in names] == sorted(name[:10] for name in names)
 
 
 def parts_of(data):
@@ -598,27 +532,6 @@ def test_load_file_and_safe_open_have_everything(tmp_path):
     (tmp_path / "a").write_bytes(file_of(ragged, "brotli"))
     loaded = load_file(tmp_path / "a")
     assert sorted(loaded) == ["checksums", "keys", "offsets", "payload", "shapes"]
-
-
-@pytest.mark.slow
-def test_scikit_learn_trains_on_a_segment_that_a_cache_has_written(tmp_path):
-    from sklearn.datasets import load_digits  # takes seconds, and only this test needs it
-    from sklearn.linear_model import LogisticRegression
-
-    digits = load_digits()
-    images = torch.tensor(digits.images, dtype=torch.float32)
-
-    @torchcache(persistent=True, persistent_cache_dir=tmp_path / "cache", compression="none")
-    def features(x):
-        return x.flatten(1) / 16
-
-    expected = features(images)
-    features.cache_instance.close()
-    (path,) = (tmp_path / "cache").glob("*/*.safetensors")
-    matrix = load_file(path)["output"]
-    assert torch.equal(matrix, expected)
-    model = LogisticRegression(max_iter=1000).fit(matrix[:1200].numpy(), digits.target[:1200])
-    assert model.score(matrix[1200:].numpy(), digits.target[1200:]) > 0.85
 
 
 # Golden segments: what version 2 has written once.
@@ -987,40 +900,10 @@ for _name in TINY:
 NUMBERS = [0, 1, -1, 2, 3, 5, 24, 750, 2**31, 2**47, 2**48, 2**63 - 1, 2**63, 2**64, 10**30, 1.0, 1e300]
 NUMBERS += [float("inf"), float("-inf"), float("nan")]
 OTHERS = [
-    *NUMBERS,
-    *map(str, NUMBERS),
-    None,
-    True,
-    False,
-    "",
-    "none",
-    "brotli",
-    "blosc2",
-    "zstd",
-    "\ud800",
-    [],
-    {},
-]
-OTHERS += [
-    "float32",
-    "uint8",
-    "complex128",
-    "int4",
-    "bits16",
-    "quint8",
-    "tensor",
-    "str",
-    "none",
-    "int",
-    "U8",
-    "F32",
-]
-OTHERS += [
-    [None],
-    {"tuple": []},
-    {"list": [None, None]},
-    {"dict": [["a", None]]},
-    {"node": ["os:system", None, None, []]},
+    *(*NUMBERS, *map(str, NUMBERS), None, True, False, [], {}, [None], "", "\ud800"),
+    *("none", "brotli", "blosc2", "zstd", "float32", "uint8", "complex128", "int4", "bits16", "quint8"),
+    *("tensor", "str", "none", "int", "U8", "F32", {"tuple": []}, {"list": [None, None]}),
+    *({"dict": [["a", None]]}, {"node": ["os:system", None, None, []]}),
 ]
 OTHERS += [[2**40, 2**40], [0, 2**47, 2**47], [None] * 30, "cuda:0", "meta", "0" * 32, "f" * 31]
 
@@ -1110,24 +993,6 @@ def test_files_that_lie_throughout_do_no_harm(folder, data, layout, lies):
     except UnserialisableError:
         hypothesis.reject()
     harmless(folder / "lies", head + body)
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("name", ["brotli", "blosc2", "ragged brotli", "none", "ragged none"])
-def test_blocks_that_lie_are_no_rows(tmp_path, name):
-    batches, codec = tiny(name)
-    data, expected = file_of(batches, codec), rows_in(batches)
-    header, body = parts_of(data)
-    _, start = index_of(data)
-    start -= len(data) - len(body)
-    bits = random.Random(0)
-    for position in range(start, len(body), 3 if SOAK else 9):
-        changed = bytearray(body)
-        changed[position] ^= 1 << bits.randrange(8)
-        segment = opened(tmp_path / "a", assembled(header, bytes(changed)))
-        rows = read_each(segment)
-        assert all(row in (None, right) for row, right in zip(rows, expected, strict=True))
-        assert segment.check() == rows.count(None)
 
 
 def claiming(name, **changes):
@@ -1288,34 +1153,28 @@ def test_offsets_that_do_not_grow_are_damage(tmp_path, offsets):
     assert harmless(tmp_path / "a", data) is DamagedError
 
 
-@pytest.mark.parametrize("extents", [(-1, 0), (0, -1), (2**62, 2), (2**63 - 1, 0), (2**48 + 1, 0)])
-def test_shapes_that_cannot_be_are_damage(tmp_path, extents):
-    schema = Schema(BARE, (Leaf("", "tensor", torch.float32, torch.float32, (-1, -1)),))
-    layout = Layout(NAMESPACE, schema, "none", 1, 1, 0)
+def shaped(*extents):
+    """A file of one row without bytes, whose extents are as it says."""
+    schema = Schema(BARE, (Leaf("", "tensor", torch.uint8, torch.uint8, (-1,) * len(extents)),))
     arrays = {
         "keys": keys_of(1).data,
         "checksums": np.array([xxh3_64_intdigest(b"")], "<u8"),
         "offsets": np.zeros(2, "<i8"),
         "shapes": np.array([extents], "<i8"),
     }
-    data = layout.header([arrays[name].tobytes() for name in layout.index])
-    assert harmless(tmp_path / "a", data) is DamagedError
-    arrays["shapes"] = np.array([[7, 0]], "<i8")
-    good = opened(tmp_path / "a", layout.header([arrays[name].tobytes() for name in layout.index]))
-    assert read(good, [0]) == [[((7, 0), b"")]]
+    layout = Layout(NAMESPACE, schema, "none", 1, 1, 0)
+    return layout.header([arrays[name].tobytes() for name in layout.index])
+
+
+@pytest.mark.parametrize("extents", [(-1, 0), (0, -1), (2**62, 2), (2**63 - 1, 0), (2**48 + 1, 0)])
+def test_shapes_that_cannot_be_are_damage(tmp_path, extents):
+    assert harmless(tmp_path / "a", shaped(*extents)) is DamagedError
+    assert read(opened(tmp_path / "a", shaped(7, 0)), [0]) == [[((7, 0), b"")]]
 
 
 def test_many_open_extents_do_not_overflow(tmp_path):
-    schema = Schema(BARE, (Leaf("", "tensor", torch.uint8, torch.uint8, (-1,) * 40),))
-    layout = Layout(NAMESPACE, schema, "none", 1, 1, 0)
     for extents in ([2**40] * 39 + [0], [0] + [2**40] * 39):
-        arrays = {
-            "keys": keys_of(1).data,
-            "checksums": np.array([xxh3_64_intdigest(b"")], "<u8"),
-            "offsets": np.zeros(2, "<i8"),
-            "shapes": np.array([extents], "<i8"),
-        }
-        harmless(tmp_path / "a", layout.header([arrays[name].tobytes() for name in layout.index]))
+        harmless(tmp_path / "a", shaped(*extents))
 
 
 @pytest.mark.parametrize("field", ["format_version", "rows_per_block"])
@@ -1329,7 +1188,11 @@ def test_numbers_that_are_none_are_damage(tmp_path, field, value):
 
 
 @pytest.mark.parametrize(
-    "text", [b"[" * 200_000, b'{"a":' * 100_000, b"[" + b"[]," * 50_000 + b"0]", b"1" * 10_000, b"\xff\xfe"]
+    "text",
+    [
+        *(b"[" * 200_000, b'{"a":' * 100_000, b"[" + b"[]," * 50_000 + b"0]", b"1" * 10_000, b"\xff\xfe"),
+        b'{"__metadata__":{"checksum":"0000000000000000"},"payload":{"data_offsets":[%s]}}' % (b"9" * 4300),
+    ],
 )
 def test_json_that_was_made_to_explode_is_damage(tmp_path, text):
     assert harmless(tmp_path / "a", len(text).to_bytes(8, "little") + text) is DamagedError
@@ -1364,12 +1227,6 @@ def test_unknown_classes_and_dtypes_are_known_as_such(tmp_path):
         assert harmless(tmp_path / "a", assembled(header, body)) is UnknownClassError
     header["__metadata__"]["schema"] = schema
     assert harmless(tmp_path / "a", assembled(header, body)) is Segment
-
-
-def test_a_codec_that_is_not_installed_is_known_as_such(tmp_path, monkeypatch):
-    data = file_of(*tiny("blosc2"))
-    monkeypatch.setitem(__import__("sys").modules, "blosc2", None)
-    assert harmless(tmp_path / "a", data) is OptionError
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Writers of one directory that are killed at random points, again and again.
 
-Usage: ``python -m tests.helpers.killer DIRECTORY CYCLES SEED tier|module``. The writers are forked from this
+Usage: ``python -m tests.helpers.killer DIRECTORY CYCLES SEED``. The writers are forked from this
 process, which has imported torch. What is there after each cycle is checked: every row of every segment, and
 that nothing is missing that a flush had returned for.
 """
@@ -18,10 +18,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
 
 from tests.helpers.storage import CPU, NEVER, found, key_of, put, segments, strange_files, value_of
-from torchcache2 import torchcache
 from torchcache2.files import run as merging
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.filesystem import Descriptors, FileSystem
@@ -36,7 +34,6 @@ WIDTHS = [3, 50, 700]  # rows of several extents share a segment
 BATCH = 10
 LARGE = merging._LEAST_ROWS, merging._MERGED
 MEAN_LIFE = 0.08  # seconds
-ITEMS = torch.arange(NAMES * 1.0)[:, None] + torch.arange(256) / 256
 
 
 class Log:
@@ -64,12 +61,11 @@ def batch(rng):
     return [kind + len(WIDTHS) * i for i in rng.sample(range(NAMES // len(WIDTHS)), BATCH)]
 
 
-# Writers
-
-
-def write_to_tier(log, rng, options):
-    # A segment after 30 kB, or some milliseconds.
-    tier = DiskTier(**options, queue=120_000, delay=rng.choice([0.0, 0.005, 0.1]))
+def write(path, log, rng, evicts):
+    """What a writer does until it is killed: a segment after 30 kB, or some milliseconds."""
+    budget = {"budget": 300_000, "policy": "lru"} if evicts else {}
+    codec, delay = rng.choice(["none", "brotli"]), rng.choice([0.0, 0.005, 0.1])
+    tier = DiskTier(path, codec=codec, **budget, queue=120_000, delay=delay)
     names = set()
     while True:
         some = batch(rng)
@@ -82,36 +78,7 @@ def write_to_tier(log, rng, options):
             log.add(names)
 
 
-class Net(nn.Module):
-    def __init__(self, scale):
-        super().__init__()
-        self.scale = scale
-
-    def forward(self, x):
-        return {"out": x * self.scale, "sum": x.sum(1)}
-
-
-def write_from_module(log, rng, net):
-    names = set()
-    while True:
-        some = rng.sample(range(NAMES), BATCH)
-        check_module(net, some)
-        names |= set(some)
-        if rng.random() < 0.9:
-            net.cache_instance.flush()
-            log.add(names)
-
-
-def check_module(net, names):
-    x = ITEMS[names]
-    output = net(x)
-    assert torch.equal(output["out"], x * net.scale) and torch.equal(output["sum"], x.sum(1))
-
-
-# Checks
-
-
-def check_tier(path, must):
+def check(path, must):
     """What a new handle finds; each segment is read on its own, too."""
     tier = DiskTier(path, delay=NEVER)
     there = set()
@@ -132,59 +99,17 @@ def check_tier(path, must):
             output = rows_of(schema, columns, len(which)).to_pytree(device=CPU)
             for i, value in zip(which.tolist(), output, strict=True):
                 assert torch.equal(value, value_of(keys[i], width_of(keys[i]))), file
-    return len(there)
 
 
-def check_modules(path, must):
-    """What a new module finds, in a process of its own: this one is to have no threads."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            net = torchcache(persistent=True, persistent_cache_dir=path)(Net(2.0))
-            check_module(net, range(NAMES))
-            stats = net.cache_instance.stats()
-            assert (stats.corrupt, stats.faults) == (0, 0), stats
-            net = torchcache(persistent=True, persistent_cache_dir=path)(Net(2.0))
-            check_module(net, sorted(must) or [0])
-            misses = net.cache_instance.stats().misses
-            assert misses == 0 or not must, misses
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    return len(must)
-
-
-def tier_options(path, rng, evicts):
-    budget = {"budget": 300_000, "policy": "lru"} if evicts else {}
-    return {"path": path, "codec": rng.choice(["none", "brotli"]), **budget}
-
-
-def new_module(path, rng, evicts):
-    """A module that has not been called yet."""
-    size = {"max_persistent_cache_size": "300kB" if evicts else "1MB", "policy": "lru" if evicts else "keep"}
-    options = {"persistent": True, "persistent_cache_dir": path, **size}
-    module = torchcache(**options, compression=rng.choice(["none", "brotli"]))(Net(2.0))
-    assert module.cache_instance.module_hash  # read now, once for all
-    return module
-
-
-PREPARE = {"tier": tier_options, "module": new_module}
-WRITE = {"tier": write_to_tier, "module": write_from_module}
-CHECK = {"tier": check_tier, "module": check_modules}
-
-
-def cycle(path, log, rng, how, evicts):
+def cycle(path, log, rng, evicts):
     """Start writers and kill each at some point; how many temporary files they leave."""
     living = []
     for i in range(WRITERS):
-        seed, prepared = rng.random(), PREPARE[how](path, rng, evicts and i == 0)
+        seed = rng.random()
         pid = os.fork()
         if pid == 0:
             try:
-                WRITE[how](log, random.Random(seed), prepared)
+                write(path, log, random.Random(seed), evicts and i == 0)
             except BaseException:
                 traceback.print_exc()
             os._exit(1)
@@ -197,14 +122,14 @@ def cycle(path, log, rng, how, evicts):
     return len(strange_files(path)) if os.path.exists(path) else 0
 
 
-def main(path, cycles, seed, how):
+def main(path, cycles, seed):
     torch.set_num_threads(1)
     for name in range(NAMES):
         value_of(name, width_of(name))  # which the writers then need not make
     rng = random.Random(seed)
     left = flushed = 0
     for i in itertools.count():
-        if i >= cycles and i % LIVES == 0 and (left or how != "tier" or i >= 10 * cycles):
+        if i >= cycles and i % LIVES == 0 and (left or i >= 10 * cycles):
             break  # on a busy machine, a few cycles may leave nothing
         if i % LIVES == 0:
             shutil.rmtree(path, ignore_errors=True)
@@ -213,14 +138,14 @@ def main(path, cycles, seed, how):
             Path(log_path).unlink(missing_ok=True)
             log = Log(log_path)
             evicts = i // LIVES % 3 == 2
-            if how == "tier" and i // LIVES % 2 == 0:  # runs of few rows, merged again and again
+            if i // LIVES % 2 == 0:  # runs of few rows, merged again and again
                 merging._LEAST_ROWS, merging._MERGED = 40, 3
             else:
                 merging._LEAST_ROWS, merging._MERGED = LARGE
-        left += cycle(path, log, rng, how, evicts)
+        left += cycle(path, log, rng, evicts)
         must = set() if evicts else log.names()
         flushed += len(must)
-        CHECK[how](path, must)
+        check(path, must)
         assert strange_files(path) == [], strange_files(path)
         if i % LIVES == LIVES - 1:
             # Nothing that is left of the dead stands in the way of who makes room.
@@ -231,4 +156,4 @@ def main(path, cycles, seed, how):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

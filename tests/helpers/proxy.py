@@ -36,16 +36,12 @@ class Proxy:
         Whether the connection is closed when a request comes.
     requests : list of str
         The lines of all requests.
-    connections : int
-        How many clients have opened.
-    up, down : int
-        Bytes that were passed on to the server, and to clients.
     """
 
     def __init__(self, port, **faults):
         self._target = ("127.0.0.1", port)
         self.heal()
-        self.requests, self.connections, self.up, self.down = [], 0, 0, 0
+        self.requests = []
         for name, value in faults.items():
             setattr(self, name, value)
         self._is_closed = False
@@ -80,7 +76,6 @@ class Proxy:
         while not self._is_closed:
             if select.select([self._listener], [], [], 0.05)[0]:
                 client, _ = self._listener.accept()
-                self.connections += 1
                 self._start(self._serve, client)
 
     def _serve(self, client):
@@ -115,7 +110,6 @@ class Proxy:
                     data = data[: self.cut_up - up]
                 server.sendall(data)
                 up += len(data)
-                self.up += len(data)
                 if is_hit and self.cut_up is not None and up >= self.cut_up:
                     return None
             if server in ready:
@@ -126,7 +120,6 @@ class Proxy:
                     data = data[: self.cut_down - down]
                 client.sendall(data)
                 down += len(data)
-                self.down += len(data)
                 if is_hit and self.cut_down is not None and down >= self.cut_down:
                     return None
         return None

@@ -22,23 +22,10 @@ from torchcache2.tiers.disk.tier import DiskTier
 CPU = torch.device("cpu")
 NAMESPACES = [b"first namespace.", b"second namespace", b"third namespace."]
 DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.complex64,
-    torch.complex128,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.uint8,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.bool,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool),
+    *(torch.float8_e4m3fn, torch.float8_e5m2),
 ]
 NEVER = 3600.0  # seconds: rows are sealed when somebody flushes, or when there are enough of them
 

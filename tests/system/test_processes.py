@@ -59,12 +59,6 @@ def check(net, numbers):
 def stats(net):
     return net.cache_instance.stats()
 
-
-def wait_for(name):
-    end = time.monotonic() + 50
-    while not os.path.exists(os.path.join(os.path.dirname(PATH), name)):
-        assert time.monotonic() < end
-        time.sleep(0.002)
 """
 
 
@@ -721,63 +715,3 @@ tier.close()
 def test_a_child_finds_what_its_parent_was_writing(path):
     warm.run(FORKED_WHILE_WRITING, path)
     assert len(list(path.glob("*/*.safetensors"))) == 1
-
-
-# Several processes on one directory
-
-SHARING = """
-import random
-
-seed, scale, rounds, options = int(ARGUMENTS[0]), float(ARGUMENTS[1]), int(ARGUMENTS[2]), eval(ARGUMENTS[3])
-random.seed(seed)
-net = make(**options)(scale)
-wait_for("start")
-touched = set()
-for i in range(rounds):
-    numbers = random.sample(range(400), random.choice([1, 5, 30]))
-    check(net, numbers)
-    touched |= set(numbers)
-    if random.random() < 0.2:
-        net.cache_instance.flush()
-last = stats(net)
-assert (last.corrupt, last.faults) == (0, 0), last
-net.cache_instance.close()
-print(*sorted(touched))
-"""
-SMALL = {"max_memory_cache_size": 0}
-
-
-def share(path, jobs, rounds):
-    """Processes at once; the items that each has computed or found, by scale."""
-    processes = [
-        warm.start(NET + SHARING, path, seed, scale, rounds, repr(options))
-        for seed, (scale, options) in enumerate(jobs)
-    ]
-    (path.parent / "start").touch()
-    touched = collections.defaultdict(set)
-    for process, (scale, _) in zip(processes, jobs, strict=True):
-        touched[scale] |= set(map(int, process.done(timeout=LONG).words))
-    return touched
-
-
-@pytest.mark.slow
-def test_eight_processes_share_a_directory_and_no_sealed_row_is_lost(path):
-    jobs = [(1.0, {}), (1.0, SMALL), (1.0, SMALL), (1.0, SMALL | {"policy": "lru"})]
-    jobs += [(2.0, SMALL), (4.0, {}), (8.0, SMALL), (8.0, {"policy": "lru"})]
-    touched = share(path, jobs, 2000 if SOAK else 12)
-    assert leftovers(path) == []
-    assert {scale: set(numbers) for scale, numbers in sealed(path).items()} == touched
-    for scale, numbers in touched.items():
-        assert found_by_another(path, 400, scale) == sorted(numbers)
-
-
-@pytest.mark.slow
-def test_eight_processes_share_a_directory_of_which_one_deletes_all_the_time(path):
-    evicting = SMALL | {"policy": "lru", "max_persistent_cache_size": "30kB"}
-    jobs = [(1.0, evicting), (1.0, SMALL), (2.0, {}), (2.0, SMALL), (4.0, SMALL), (8.0, SMALL)]
-    jobs += [(1.0, SMALL | {"max_persistent_cache_size": "40kB"}), (16.0, evicting)]
-    share(path, jobs, 2000 if SOAK else 12)
-    assert leftovers(path) == []
-    left = sealed(path)
-    for scale in (1.0, 2.0, 4.0, 8.0, 16.0):
-        assert found_by_another(path, 400, scale) == sorted(set(left.get(scale, [])))

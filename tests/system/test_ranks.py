@@ -119,11 +119,7 @@ sys.stdout.flush()
 
 @pytest.mark.parametrize(
     ("act", "right"),
-    [
-        ("raise ValueError", 1),
-        ("torch.rand(1)", "RANK"),
-        ("HISTORY.append(len(HISTORY))", "RANK"),
-    ],
+    [("raise ValueError", 1), ("torch.rand(1)", "RANK"), ("HISTORY.append(len(HISTORY))", "RANK")],
     ids=["raising", "random", "stateful"],
 )
 def test_what_one_rank_gives_up_is_computed_by_who_waits(job, tmp_path, act, right):

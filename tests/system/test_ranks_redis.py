@@ -2,19 +2,14 @@
 
 import contextlib
 import os
-import random
 import signal
-import threading
 import time
-from collections import Counter
 
 import pytest
 
 from tests.helpers import ranks
 from tests.helpers.redis import RedisServer, emptied
-from tests.helpers.storage import NAMESPACES, check_values, keys_of, rows_of, wait_until
-from torchcache2.core.settings import CacheSettings
-from torchcache2.engine.cache import Cache
+from tests.helpers.storage import wait_until
 
 SOAK = bool(os.environ.get("SOAK"))
 
@@ -109,51 +104,6 @@ def test_ranks_that_go_through_all_items_compute_each_once(server, start, memory
     assert sum(one["waited"] for one in found) > 0
     assert all(one["faults"] == 0 and one["bypasses"] == {} for one in found)
     assert claims(server) == []
-
-
-@pytest.mark.parametrize("fault", [None, *["killed", "stopped", "emptied"] * SOAK])
-def test_threads_of_a_process_compute_each_item_once(fault):
-    """With a server that fails meanwhile some are computed again; nothing is wrong, and nobody is stuck."""
-    computed, faults, lock = Counter(), [], threading.Lock()
-
-    def work(cache, chance):
-        try:
-            for _ in range(20 if SOAK else 8):
-                names = chance.sample(range(150), 12)
-
-                def compute(positions, names=names):
-                    time.sleep(0.003)
-                    asked = [names[position] for position in positions.tolist()]
-                    with lock:
-                        computed.update(asked)
-                    return rows_of(asked, 4).columns[0]
-
-                check_values(cache.fetch(keys_of(names), compute), names, 4)
-        except BaseException as error:
-            faults.append(error)
-
-    with RedisServer() as server:
-        settings = CacheSettings(persistent_cache_dir=server.url)
-        caches = [Cache(NAMESPACES[0], settings) for _ in range(2)]
-        threads = [
-            threading.Thread(target=work, args=(caches[number % 2], random.Random(number)))
-            for number in range(6)
-        ]
-        for thread in threads:
-            thread.start()
-        if fault is not None:
-            time.sleep(0.1)
-            {"killed": server.kill, "stopped": server.pause, "emptied": server.kill}[fault]()
-            if fault == "emptied":
-                server.start()
-        for thread in threads:
-            thread.join(30)
-            assert not thread.is_alive()
-        server.resume()
-        assert faults == [] and len(computed) > 140
-        assert fault is not None or set(computed.values()) == {1}
-        for cache in caches:
-            cache.close()
 
 
 KILLED = """

@@ -1,5 +1,7 @@
 """What claims do wherever they are: each key is computed by one, and nobody waits for ever."""
 
+import functools
+import sys
 import threading
 import time
 
@@ -7,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.storage import NAMESPACES
+from tests.helpers.threads import run_at_once
 
 
 def in_thread(function):
@@ -17,6 +20,37 @@ def in_thread(function):
     thread.join(30)
     (result,) = results
     return result
+
+
+class Interrupt(KeyboardInterrupt):
+    pass
+
+
+def interrupted(number, is_traced, function):
+    """What a function returns, and whether it has ended: it is interrupted at a line of code that is traced.
+
+    What is left of the call is freed with the exception, as it is in a session that goes on.
+    """
+    seen = 0
+
+    def tracer(frame, event, _):
+        nonlocal seen
+        if not is_traced(frame.f_code):
+            return None
+        if event == "line":
+            seen += 1
+            if seen == number:
+                raise Interrupt
+        return tracer
+
+    before = sys.gettrace()
+    sys.settrace(tracer)
+    try:
+        return function(), True
+    except Interrupt:
+        return None, False
+    finally:
+        sys.settrace(before)
 
 
 class ClaimContract:
@@ -67,26 +101,22 @@ class ClaimContract:
 
     def test_one_of_those_that_wait_takes_over(self, join):
         first, *others = [join() for _ in range(4)]
-        held = self.claim(first, range(20))
-        taken, lock = [], threading.Lock()
+        held, taken = self.claim(first, range(20)), []
 
         def work(one):
             claimed = self.claim(one, range(20))
             while len(claimed.others):
                 left = claimed.wait().tolist()
-                with lock:
-                    taken.extend(left)
+                taken.extend(left)
                 self.put(one, left)
             claimed.release()
 
-        threads = [threading.Thread(target=work, args=(one,)) for one in others]
-        for thread in threads:
-            thread.start()
-        time.sleep(0.02)
-        self.put(first, range(5))
-        held.release()
-        for thread in threads:
-            thread.join(30)
+        def release():
+            time.sleep(0.02)
+            self.put(first, range(5))
+            held.release()
+
+        run_at_once(release, *[functools.partial(work, one) for one in others])
         assert sorted(taken) == list(range(5, 20)) and self.left(first) == 0
 
     def test_nobody_waits_while_holding_a_claim(self, two):

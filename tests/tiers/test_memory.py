@@ -14,7 +14,7 @@ import torch
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.helpers import storage
-from tests.helpers.storage import CPU, DTYPES, check_values, keys_of, value_of
+from tests.helpers.storage import CPU, check_values, keys_of, value_of
 from tests.helpers.storage import NAMESPACES as ALL_NAMESPACES
 from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
@@ -263,24 +263,6 @@ def test_bookkeeping_of_a_million_rows_is_at_most_64_bytes_a_row():
     stats = tier.stats()
     assert stats.rows == 1_000_000
     assert (stats.bytes - 16_000_000) / stats.rows <= 64
-
-
-@pytest.mark.usefixtures("growth")
-@pytest.mark.parametrize("growth", ["chunked"], indirect=True)  # the others are in the suite of all tiers
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3)])
-def test_every_dtype_and_shape_comes_back_bit_by_bit(dtype, shape):
-    size = 6 * int(np.prod(shape)) * dtype.itemsize
-    data = torch.randint(0, 2 if dtype == torch.bool else 256, (size,), dtype=torch.uint8)
-    values = data.view(dtype).view(6, *shape)
-    tier = MemoryTier(10**7)
-    assert tier.put(keys_of(range(6)), Rows.from_pytree(values, 6, device=CPU)) == 6
-    ((positions, rows),) = tier.get(keys_of([4, 9, 1, 1])).parts
-    assert positions.tolist() == [0, 2, 3]
-    back = rows.to_pytree(device=CPU)
-    assert back.dtype == dtype and back.shape == (3, *shape)
-    expected = data.view(6, -1)[[4, 1, 1]]
-    assert torch.equal(back.contiguous().view(-1).view(torch.uint8).view(3, -1), expected)
 
 
 @pytest.mark.slow

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from tests.helpers.buckets import bucket, opened
-from tests.helpers.storage import CPU, NAMESPACES, NEVER, check_values, keys_of, put, segments, snapshot
+from tests.helpers.storage import CPU, NAMESPACES, NEVER, check_values, put, segments, snapshot
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.filesystem import Descriptors, FileSystem
 from torchcache2.files.segment import Segment, empty_columns, rows_of
-from torchcache2.tiers.bucket.files import BucketError, BucketFiles
+from torchcache2.tiers.bucket.files import BucketFiles
 from torchcache2.tiers.disk.tier import DiskTier
 
 SEGMENTS, ROWS, WIDTH = 36, 5, 16
@@ -138,16 +138,6 @@ def test_a_segment_that_is_read_as_a_whole_takes_one_more_read(objects, monkeypa
     assert len(counts.reads) == 2
 
 
-def test_what_is_deleted_is_gone_for_all(objects):
-    fs = BucketFiles(objects)
-    directory = CacheDirectory(objects.bucket.url, fs)
-    before = directory.contents(NAMESPACES[0].hex()).segments
-    fs.remove(os.path.join(directory.folder(NAMESPACES[0]), before[0].name))
-    assert directory.contents(NAMESPACES[0].hex()).segments == before[1:]
-    with pytest.raises(FileNotFoundError):
-        fs.open(os.path.join(directory.folder(NAMESPACES[0]), before[0].name))
-
-
 def test_an_object_that_goes_after_it_was_listed_is_a_missing_file(objects):
     fs = BucketFiles(objects)
     directory = CacheDirectory(objects.bucket.url, fs)
@@ -157,22 +147,3 @@ def test_an_object_that_goes_after_it_was_listed_is_a_missing_file(objects):
         next(opened_segments(fs, directory, NAMESPACES[1]))
     path = os.path.join(directory.folder(NAMESPACES[1]), second.name)
     assert len(Segment.open(fs, Descriptors(fs), path, limit=1 << 40)) == 5000
-
-
-@pytest.mark.slow
-def test_a_bucket_that_does_not_answer_is_no_missing_file(tmp_path):
-    lost = bucket("s3", tmp_path, endpoint_url="http://127.0.0.1:9")
-    with opened(lost, tries=1) as objects:
-        fs = BucketFiles(objects)
-        directory = CacheDirectory(lost.url, fs)
-        for ask in (directory.scan, directory.format, lambda: directory.fingerprint(NAMESPACES[0].hex())):
-            with pytest.raises(BucketError, match=r"^s3://"):
-                ask()
-
-
-def test_what_a_bucket_has_can_be_read_by_keys(objects, folder):
-    """The same rows under the same keys as in the folder."""
-    fs = BucketFiles(objects)
-    segment = next(opened_segments(fs, CacheDirectory(objects.bucket.url, fs)))
-    assert np.array_equal(segment.keys, keys_of(range(ROWS)).data)
-    assert segment.nbytes == segments(folder, NAMESPACES[0])[0].stat().st_size

@@ -302,15 +302,12 @@ def test_a_cut_upload_leaves_no_head_and_is_done_again(tmp_path, log):
 
 
 SCRIPT = """
-import sys, time
+import json, sys, time
 from tests.helpers.buckets import Bucket
 from tests.helpers.storage import *
 from tests.helpers.remote import mirrored_disk
-from torchcache2.tiers.bucket.connection import Connection
 from torchcache2.tiers.bucket.mirror import Mirror
 from torchcache2.tiers.bucket.objects import Objects
-from torchcache2.tiers.bucket.transfers import Transfer, Uploads
-import json
 path, url, options, what = sys.argv[1:]
 objects = Objects(Bucket.of(url, storage_options=json.loads(options)))
 disk = mirrored_disk(path)
@@ -335,22 +332,6 @@ if what != "exit":
 
 def start(path, place, what):
     return warm.start(SCRIPT, path, place.url, json.dumps(place.storage_options), what, imports=IMPORTS)
-
-
-@pytest.mark.slow
-def test_a_process_that_is_killed_in_an_upload_leaves_all_that_the_next_one_needs(tmp_path):
-    with proxied("s3", tmp_path) as (place, proxy):
-        proxy.only, proxy.hangs = ".safetensors", True
-        process = start(tmp_path / "local", place, "kill").until("sealed")
-        wait_until(lambda: sum("PUT" in line for line in proxy.requests) >= 3)
-        process.send(signal.SIGKILL)
-        process.wait()
-        assert len(segments(tmp_path / "local")) == 3 and heads(tmp_path / "local") == []
-        proxy.heal()
-        with opened(place) as objects, mirrored(objects, tmp_path / "local") as (_, mirror):
-            mirror.flush()
-            assert len(heads(tmp_path / "local")) == 3
-        check_whole(place, tmp_path, range(3))
 
 
 @pytest.mark.slow
@@ -570,14 +551,6 @@ def test_segments_come_down_as_long_as_they_fit_and_nothing_goes_for_them(filled
         mirror.flush()
         time.sleep(0.1)
         assert size_of(path) <= budget and len(kept - set(segments(path))) == 1
-
-
-@pytest.mark.slow
-def test_nothing_comes_down_for_a_namespace_that_nobody_uses(filled):
-    objects, path, _ = filled
-    with mirrored(objects, path):
-        time.sleep(0.2)
-        assert segments(path) == []
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import os
 import shutil
 import threading
@@ -28,6 +29,7 @@ from tests.helpers.storage import (
     snapshot,
     warnings_of,
 )
+from tests.helpers.threads import run_at_once
 from torchcache2.core.rows import Rows
 from torchcache2.files import layout
 from torchcache2.files import run as merging
@@ -534,18 +536,12 @@ def test_processes_that_fetch_at_the_same_time_share_the_work(place, monkeypatch
     monkeypatch.setattr(source_module, "_AT_ONCE", 4)
     place.fill(24)
     tiers = [place.tier() for _ in range(3)]
-    barrier, results = threading.Barrier(3), []
+    names = names_of(*range(24), rows=[5])
 
     def work(tier):
-        barrier.wait()
-        results.append(found(tier, names_of(*range(24), rows=[5]), WIDTH))
+        assert found(tier, names, WIDTH) == names
 
-    threads = [threading.Thread(target=work, args=(tier,)) for tier in tiers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == [names_of(*range(24), rows=[5])] * 3
+    run_at_once(*[functools.partial(work, tier) for tier in tiers])
 
 
 # Faults of the bucket.

@@ -1,5 +1,6 @@
 """Segments that are here in part: each block comes once, for all readers, and what is spoiled comes again."""
 
+import functools
 import os
 import threading
 import time
@@ -10,6 +11,7 @@ import pytest
 from tests.helpers.buckets import bucket, opened
 from tests.helpers.remote import mirrored_disk, reader, upload
 from tests.helpers.storage import NAMESPACES, NEVER, Unsynced, found, seal, segments, size_of, warnings_of
+from tests.helpers.threads import run_at_once
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.tiers.bucket import sparse
 from torchcache2.tiers.bucket.sparse import BucketFolder
@@ -71,24 +73,19 @@ def parts(path):
 
 
 def test_each_block_comes_once_for_all_readers_and_a_whole_segment_gets_its_name(place, make, local):
-    tiers, wrong = [make() for _ in range(3)], []
+    tiers = [make() for _ in range(3)]
     assert all(found(tier, names_of(9), WIDTH) == [] for tier in tiers)
     heads = down(*tiers)
 
     def read(tier, step):
         for start in range(ROWS):
             names = [(number, (start * step) % ROWS) for number in range(SEGMENTS)]
-            if found(tier, names, WIDTH) != names:
-                wrong.append(names)
+            assert found(tier, names, WIDTH) == names
 
-    threads = [threading.Thread(target=read, args=pair) for pair in zip(tiers, (1, 7, 11), strict=True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_at_once(*[functools.partial(read, *pair) for pair in zip(tiers, (1, 7, 11), strict=True)])
     size = sum(file.stat().st_size for file in place[1])
     # Two readers that look at the same time may both fetch a block.
-    assert not wrong and down(*tiers) - heads < 1.5 * size
+    assert down(*tiers) - heads < 1.5 * size
     folder = BucketFolder(tiers[0].bucket.objects, CacheDirectory(str(local), FS), ROOM)
     assert all(folder.fill(str(local / FOLDER / file.name)) for file in place[1])
     assert [file.read_bytes() for file in segments(local)] == [file.read_bytes() for file in place[1]]

@@ -22,7 +22,6 @@ from tests.helpers.storage import (
     Mortal,
     abandon,
     flip,
-    found,
     key_of,
     keys_of,
     put,
@@ -31,24 +30,16 @@ from tests.helpers.storage import (
     size_of,
     strange_files,
 )
+from tests.tiers import machine
+from tests.tiers.machine import NAMES, SOME, WIDTHS, rows, width_of
 from torchcache2.files import run as merging
 from torchcache2.tiers.disk import index
 from torchcache2.tiers.disk.tier import DiskTier
 
 SOAK = bool(os.environ.get("SOAK"))
 SPACES = NAMESPACES[:2]
-WIDTHS = (0, 3, 200)
-NAMES = range(40)
 LARGE = 10**9
 SMALL = 12_000  # room for a few of the widest rows
-
-
-def width_of(name):
-    return WIDTHS[name % 3]
-
-
-def rows(names, space):
-    return {(space, name) for name in names}
 
 
 def cost_of(rows):
@@ -64,23 +55,12 @@ def rows_in(file):
     return {(space, name) for name in NAMES if key_of(name) in keys}
 
 
-class Handle:
-    """A tier, and what it must know: rows that wait to be sealed, and the namespaces that it uses."""
+class Handle(machine.Handle):
+    """It also knows the namespaces that it uses."""
 
     def __init__(self, path, options):
-        self.path = path
-        self.fs = Mortal()
-        self.tier = DiskTier(path, *options, delay=NEVER, fs=self.fs)
-        self.waiting = set()
-        self.holds = set()
-
-    def get(self, names, space):
-        """What is found of some rows, each compared with its value."""
-        here = set()
-        for width in WIDTHS:
-            mine = [name for name in names if width_of(name) == width]
-            here |= rows(found(self.tier, mine, width, space), space)
-        return here
+        self.path, self.fs, self.holds = path, Mortal(), set()
+        super().__init__(DiskTier(path, *options, delay=NEVER, fs=self.fs))
 
     def look(self, space):
         """Ask for what nobody has put: segments of others are looked for, and count as in use."""
@@ -101,11 +81,7 @@ class Handle:
 
 
 class Directory(RuleBasedStateMachine):
-    names = st.builds(
-        lambda first, count: [(first + i) % len(NAMES) for i in range(count)],
-        st.integers(0, len(NAMES) - 1),
-        st.integers(1, 12),
-    )
+    names = SOME
     spaces = st.sampled_from(SPACES)
     which = st.integers(0, 2)
 

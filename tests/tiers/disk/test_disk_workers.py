@@ -1,58 +1,12 @@
-"""Workers of a `DataLoader` that write: none loses rows when it ends, and none has more than it can write."""
+"""What may wait in processes that are to end: no more than they can write in time, nor without the lock."""
 
-import os
 import threading
 import time
 
 import pytest
 
-from tests.helpers import warm
 from tests.helpers.storage import NEVER, Unsynced, keys_of, put, sealed_names
 from torchcache2.tiers.disk.tier import DiskTier
-
-SOAK = bool(os.environ.get("SOAK"))
-SPILL = """
-import gc, os, sys
-from torch.utils.data import DataLoader
-from tests.helpers.storage import found
-from tests.helpers.workers import Spilling
-
-if __name__ == "__main__":
-    method, workers = sys.argv[1], int(sys.argv[2])
-    data = Spilling(os.urandom(16), 12)
-    loader = DataLoader(data, 2, num_workers=workers, multiprocessing_context=method)
-    assert sorted(int(name) for names in loader for name in names) == list(range(12))
-    del loader
-    gc.collect()
-    assert found(data.tier, range(12)) == list(range(12))
-    folder = data.tier.path
-    data.tier.close()
-    assert not os.path.exists(os.path.dirname(folder))
-    assert not [name for name in os.listdir(os.environ["TMPDIR"]) if "torchcache2" in name]
-"""
-
-
-@pytest.mark.parametrize(("method", "workers"), [("fork", 3), ("forkserver", 1), *[("spawn", 1)] * SOAK])
-def test_a_worker_that_ends_loses_no_rows(tmp_path, method, workers):
-    warm.run(SPILL, method, workers, env={"TMPDIR": str(tmp_path)}, forks=True)
-
-
-SINGLE = """
-import multiprocessing, sys
-from tests.helpers.storage import NEVER, put
-from torchcache2.tiers.disk.tier import DiskTier
-
-tier = DiskTier(sys.argv[1], delay=NEVER)
-child = multiprocessing.get_context("fork").Process(target=put, args=(tier, [1, 2]))
-child.start()
-child.join()
-put(tier, [3])
-"""
-
-
-def test_single_rows_that_wait_are_written_when_a_process_ends(tmp_path):
-    assert warm.run(SINGLE, tmp_path).err == ""
-    assert sealed_names(tmp_path, range(5)) == [1, 2, 3]
 
 
 class Slow(Unsynced):

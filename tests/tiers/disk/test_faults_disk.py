@@ -2,6 +2,7 @@
 
 import collections
 import errno
+import functools
 import os
 import random
 import shutil
@@ -34,6 +35,7 @@ from tests.helpers.storage import (
     strange_files,
     warnings_of,
 )
+from tests.helpers.threads import run_at_once
 from torchcache2.core import sizes
 from torchcache2.files import run as merging
 from torchcache2.files.directory import LOCK
@@ -106,10 +108,7 @@ def use(path, fs, *, policy="keep", budget=10**9):
 
 
 def everything(path):
-    return (
-        sealed_names(path, OLD + NEW + LATE, WIDTH),
-        sealed_names(path, NEW, 50, NAMESPACES[1]),
-    )
+    return (sealed_names(path, OLD + NEW + LATE, WIDTH), sealed_names(path, NEW, 50, NAMESPACES[1]))
 
 
 def calls_of(path, **options):
@@ -321,26 +320,17 @@ def test_faults_under_threads_are_told_once(path, log):
     log.clear()
     fs = Faulty(errno.EIO, 60)
     tier = DiskTier(path, codec="none", delay=0.0, fs=fs)
-    errors = []
 
     def work(number):
-        try:
-            for turn in range(30):
-                put(tier, [("mine", number, turn)], WIDTH)
-                found(tier, [("mine", number, turn)], WIDTH)
-                found(tier, OLD, WIDTH)
-                if turn % 5 == 0:
-                    tier.flush()
-        except BaseException as error:
-            errors.append(error)
+        for turn in range(30):
+            put(tier, [("mine", number, turn)], WIDTH)
+            found(tier, [("mine", number, turn)], WIDTH)
+            found(tier, OLD, WIDTH)
+            if turn % 5 == 0:
+                tier.flush()
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    run_at_once(*[functools.partial(work, number) for number in range(4)])
     tier.close()
-    assert errors == [] and not any(thread.is_alive() for thread in threads)
     assert tier.stats().faults > 0
     assert len(warnings_of(log)) <= 2  # the fault, and how many rows are lost
     assert sealed_names(path, OLD, WIDTH) == sorted(OLD)
@@ -676,40 +666,6 @@ def test_a_damaged_fingerprint_file_does_no_harm(path, log, content):
     tier.close()
     assert sealed_names(path, OLD + NEW, WIDTH) == sorted(OLD + NEW)
     assert tier.stats().faults == 0 and warnings_of(log) == []
-
-
-@pytest.mark.slow
-def test_files_that_change_between_puts_and_gets(path, log):
-    """Random flips while three handles are at work: right rows, or none."""
-    generator = np.random.default_rng(0)
-    tiers = [handle(path, codec=codec) for codec in ("none", "brotli", "none")]
-    flips = 0
-    for turn in range(3000 if SOAK else 60):
-        tier = tiers[turn % 3]
-        names = generator.integers(0, 100, 12).tolist()
-        here = found(tier, names, WIDTH)
-        put(tier, sorted(set(names) - set(here)), WIDTH)
-        if turn % 2:
-            tier.flush()
-        files = segments(path)
-        if files and turn % 3 == 0:
-            file = files[generator.integers(len(files))]
-            flip(file, int(generator.integers(file.stat().st_size)), 1 << int(generator.integers(8)))
-            flips += 1
-        if turn % 7 == 6:
-            tier.close()
-            tiers[turn % 3] = handle(path, codec="brotli")
-    corrupt = 0
-    for tier in tiers:
-        found(tier, range(100), WIDTH)
-        put(tier, range(100), WIDTH)
-        assert found(tier, range(100), WIDTH) == list(range(100))
-        corrupt += tier.stats().corrupt
-        assert tier.stats().faults == 0
-        tier.close()
-    assert corrupt > 0 and flips > 10
-    assert all("damaged" in record.getMessage() for record in warnings_of(log))
-    assert set(strange_files(path)) <= {name for name in snapshot(path) if name.endswith(".corrupt")}
 
 
 def test_no_memory_for_a_batch_is_a_miss(path, log, monkeypatch):

@@ -323,16 +323,6 @@ def test_a_new_namespace_waits_for_the_disk_no_more_than_it_must(make, path):
 # The budget, although nobody looks
 
 
-def test_many_small_segments_do_not_exceed_the_budget(make, path):
-    budget = 2_000_000
-    tier = make(budget, codec="none")
-    for number in range(120):
-        put(tier, [(number, row) for row in range(40)], 100, key_of(number % 40))
-        tier.flush()
-        assert size_of(path) <= budget
-    assert size_of(path) > 0.9 * budget
-
-
 def test_who_has_not_looked_for_long_exceeds_the_budget_by_a_segment_at_most(make, path):
     budget = 400_000
     writers = [make(budget, codec="none") for _ in range(6)]

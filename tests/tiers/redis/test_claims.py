@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import sys
 import threading
 import time
 
@@ -10,8 +9,9 @@ import numpy as np
 import pytest
 
 from tests.helpers.redis import RedisServer
-from tests.helpers.storage import NAMESPACES, key_of, keys_of, wait_until
-from tests.tiers.claims_contract import ClaimContract, in_thread
+from tests.helpers.storage import NAMESPACES, keys_of, wait_until
+from tests.helpers.threads import run_at_once
+from tests.tiers.claims_contract import ClaimContract, interrupted
 from torchcache2.core.places import Servers
 from torchcache2.tiers.base import Claim
 from torchcache2.tiers.redis.claims import RedisClaims
@@ -177,11 +177,7 @@ def test_outer_calls_that_hold_what_inner_ones_wait_for_do_not_wait_for_ever(two
         theirs.release()
 
     a, b = NAMESPACES[:2]
-    threads = [threading.Thread(target=work, args=args) for args in ((first, a, b), (second, b, a))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    run_at_once(lambda: work(first, a, b), lambda: work(second, b, a))
     assert waited == [[0], [0]]
 
 
@@ -277,64 +273,29 @@ def test_close_ends_claims(server, two):
     assert claim(second, [1, 2]).mine.tolist() == [0, 1]
 
 
-class Interrupt(KeyboardInterrupt):
-    pass
+def is_of_claims(code):
+    return code.co_filename.endswith("claims.py") and code.co_name != "__del__"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", ["claim", "wait", "release"])
 def test_an_interrupt_at_any_line_costs_a_wait_at_most(server, join, step, short):
-    """What is left of the call is freed with the exception, as it is in a session that goes on."""
-    second = join(server)
-    for number in range(1, 200):
-        first, seen, claimed = join(server), 0, None
+    second, is_over, number = join(server), False, 0
+    while not is_over:
+        first, number = join(server), number + 1
+        if step == "claim":
+            _, is_over = interrupted(number, is_of_claims, lambda: claim(first, [number]))  # noqa: B023
+            continue
+        blocker = claim(second, [number]) if step == "wait" else None
+        claimed = claim(first, [number])
         if step == "wait":
-            blocker = claim(second, [number])
-            claimed = claim(first, [number])
             assert len(claimed.others)
             blocker.release()
-        elif step == "release":
-            claimed = claim(first, [number])
-
-        def tracer(frame, event, _, number=number):
-            nonlocal seen
-            if not frame.f_code.co_filename.endswith("claims.py") or frame.f_code.co_name == "__del__":
-                return None
-            if event == "line":
-                seen += 1
-                if seen == number:
-                    raise Interrupt
-            return tracer
-
-        before, is_over = sys.gettrace(), False
-        sys.settrace(tracer)
-        try:
-            if step == "claim":
-                claimed = claim(first, [number])
-            elif step == "wait":
-                claimed.wait()
-            else:
-                claimed.release()
-            is_over = True
-        except Interrupt:
-            pass
-        finally:
-            sys.settrace(before)
+        _, is_over = interrupted(number, is_of_claims, getattr(claimed, step))
         del claimed
-        if is_over:
-            break
     assert 5 < number < 199
     theirs = claim(second, range(1, number))
     while len(theirs.others):
         theirs.wait()
     theirs.release()
     wait_until(lambda: len(claim(first, [0]).mine) and not len(claim(second, range(1, number)).others))
-
-
-def test_keys_are_claimed_one_by_one(server, two):
-    """As in a schedule of a job: whoever asks gets what nobody has."""
-    first, second = two
-    claims = [claim(first, range(0, 10, 2)), in_thread(lambda: claim(first, range(10)))]
-    assert claims[1].mine.tolist() == [1, 3, 5, 7, 9]
-    assert claim(second, range(10)).mine.tolist() == []
-    assert len({key_of(name) for name in range(10)}) == held(server) == 10

@@ -154,27 +154,6 @@ def test_replies_are_asked_for_in_pieces(clients, monkeypatch):
         assert get(fresh, small) == values(small) and len(sizes) == 1
 
 
-def test_threads_get_what_they_ask_for(clients):
-    some = keys(200)
-    put(clients, some, 3000)
-    wrong = []
-
-    def work(seed):
-        random_ = np.random.default_rng(seed)
-        for _ in range(40):
-            mine = some.take(random_.integers(0, 200, 30))
-            if get(clients, mine) != values(mine, 3000):
-                wrong.append(seed)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong and clients.faults == 0
-    assert clients.each(b"INFO", b"clients")[0].count(b"connected_clients:") == 1
-
-
 def test_a_forked_child_has_connections_of_its_own(clients):
     some = keys(100)
     put(clients, some, 2000)

@@ -5,7 +5,6 @@ The golden values in ``golden/`` were written once, by `write_golden`, and stay 
 
 import collections
 import os
-import random
 import struct
 import sys
 import types
@@ -19,7 +18,6 @@ from xxhash import xxh3_64_intdigest
 from tests.helpers.outputs import assert_same
 from tests.helpers.storage import CPU, NAMESPACES, keys_of, rows_of
 from torchcache2.core import sizes
-from torchcache2.core.errors import UnserialisableError
 from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
 from torchcache2.files.codec import codec
@@ -72,14 +70,6 @@ def test_what_was_encoded_comes_back_in_any_order_with_gaps(records):
     assert records.decode(keys_of([]), []) == ([], [])
 
 
-def test_a_value_is_readable_alone(records):
-    keys, rows = keys_of(range(5)), rows_of(range(5), 300)
-    for i, value in enumerate(records.encode(keys, rows)):
-        alone = Records(codec("none"))
-        _, output = back(alone, keys.take(np.array([i])), [value])
-        assert torch.equal(output, rows.columns[0][i : i + 1])
-
-
 def test_a_plain_layout_is_not_taken_for_one_that_was_met_before():
     records, image = Records(codec("none")), torch.randn(2, 3, 4, 5)
     keys = keys_of(range(2))
@@ -87,44 +77,6 @@ def test_a_plain_layout_is_not_taken_for_one_that_was_met_before():
         same = image.to(memory_format=form)
         _, output = back(records, keys, records.encode(keys, output_rows(same, 2)))
         assert torch.equal(output, image) and output.stride() == same.stride()
-
-
-def test_trees_values_and_rows_without_bytes_come_back(records):
-    outputs = [
-        {"x": torch.rand(3, 40), "y": (torch.arange(3), None, 2.5, "text"), "z": [b"bytes", True, 1j]},
-        torch.empty(3, 0),
-        {"x": torch.empty(3, 2, 0), "y": None},
-        {"y": None},
-        (),
-    ]
-    for output in outputs:
-        _, same = back(records, keys_of(range(3)), records.encode(keys_of(range(3)), output_rows(output, 3)))
-        assert_same(same, output)
-
-
-def test_stored_dtypes_and_nan_keep_their_bits(records):
-    words = torch.tensor([0x7FC00001, 0x7F800001, -0x400000, 0x7F800000, -0x800000, -0x80000000, 0, 1])
-    output = words.to(torch.int32).view(torch.float32).repeat(4, 8)
-    _, same = back(records, keys_of(range(4)), records.encode(keys_of(range(4)), output_rows(output, 4)))
-    assert torch.equal(same.view(torch.int32), output.view(torch.int32))
-    rows = Rows.from_pytree(output.nan_to_num(), 4, device=CPU, dtype=torch.bfloat16)
-    _, same = back(records, keys_of(range(4)), records.encode(keys_of(range(4)), rows))
-    assert same.dtype == torch.float32 and torch.equal(same, output.nan_to_num().bfloat16().float())
-
-
-def test_schemas_and_codecs_may_be_mixed_in_a_batch():
-    keys = keys_of(range(12))
-    values = []
-    for i in range(12):
-        records, width = Records(codec(CODECS[i % 3])), (100, 200)[i % 2]
-        values += records.encode(keys.take(np.array([i])), rows_of([i], width))
-    assert {codec_in(value) for value in values} == set(CODECS)
-    seen = []
-    for positions, rows in records.decode(keys, values).parts:
-        width = rows.columns[0].shape[1]
-        assert torch.equal(rows.columns[0], rows_of(positions.tolist(), width).columns[0])
-        seen += positions.tolist()
-    assert sorted(seen) == list(range(12))
 
 
 @pytest.mark.parametrize("name", CODECS[1:])
@@ -140,12 +92,6 @@ def test_large_rows_are_split_as_small_ones_are():
     for width in (5_000, 300_000, 1 << 20):
         output = {"a": torch.randint(0, 256, (3, width), dtype=torch.uint8), "b": torch.rand(3, 7)}
         assert_same(back(records, keys, records.encode(keys, output_rows(output, 3)))[1], output)
-
-
-def test_an_output_that_cannot_be_written_down_is_refused():
-    Pair = collections.namedtuple("Pair", "x y")
-    with pytest.raises(UnserialisableError):
-        Records(codec("none")).encode(keys_of([1]), output_rows(Pair(torch.rand(1, 2), 1), 1))
 
 
 def test_a_class_that_is_unknown_here_is_no_damage(records, monkeypatch):
@@ -209,31 +155,6 @@ def test_a_value_under_another_key_or_namespace_is_damage():
         space[bit // 8] ^= 1 << bit % 8
         assert damaged(Keys(bytes(space), data), value)
     assert damaged(Keys(NAMESPACES[0], np.roll(data, 8, axis=1)), value)
-
-
-def test_garbage_is_damage():
-    chance, keys = random.Random(0), keys_of(["a"])
-    (value,) = Records(codec("none")).encode(keys, rows_of(["a"], 4))
-    for _ in range(20_000 if SOAK else 500):
-        size = chance.randrange(200)
-        assert damaged(keys, chance.randbytes(size))
-        assert damaged(keys, value[: chance.randrange(len(value))] + chance.randbytes(size + 1))
-    for text in (b"", b"1", b"tc2\x02", b"\x80\x04\x95", b"{}", b"\0" * 1000):
-        assert damaged(keys, text)
-
-
-def test_damage_costs_no_other_row(records):
-    keys, rows = keys_of(range(20)), rows_of(range(20), 300)
-    values = records.encode(keys, rows)
-    values[3] = values[3][:-1]
-    values[7] = b"garbage"
-    values[9], values[11] = values[11], values[9]
-    values[13] = None
-    decoded = records.decode(keys, values)
-    assert sorted(decoded.damaged) == [3, 7, 9, 11]
-    ((positions, found),) = decoded.parts
-    assert positions.tolist() == [i for i in range(20) if i not in (3, 7, 9, 11, 13)]
-    assert torch.equal(found.columns[0], rows.columns[0][positions])
 
 
 SCHEMA = b'{"structure":null,"leaves":[{"path":"","kind":"tensor","dtype":"float32","shape":[2]}]}'

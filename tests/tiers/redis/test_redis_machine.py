@@ -13,7 +13,9 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from tests.helpers.redis import PROGRAMS
-from tests.helpers.storage import NAMESPACES, NEVER, found, keys_of, put
+from tests.helpers.storage import NAMESPACES, NEVER, keys_of, put
+from tests.tiers import machine
+from tests.tiers.machine import NAMES, SOME, WIDTHS, rows, width_of
 from torchcache2.core.places import Servers
 from torchcache2.tiers.redis.record import row_names
 from torchcache2.tiers.redis.tier import RedisTier
@@ -22,44 +24,19 @@ pytestmark = pytest.mark.slow
 
 SOAK = bool(os.environ.get("SOAK"))
 SPACES = NAMESPACES[:2]
-WIDTHS = (0, 3, 200)
-NAMES = range(40)
 
 
-def width_of(name):
-    return WIDTHS[name % 3]
-
-
-def rows(names, space):
-    return {(space, name) for name in names}
-
-
-class Handle:
-    """A tier, and the rows that wait in it."""
-
+class Handle(machine.Handle):
     def __init__(self, servers, codec, buffer):
         hosts = [server.url for server in servers]
-        self.tier = RedisTier(Servers.of(hosts, buffer=buffer), codec=codec, delay=NEVER, claims=False)
+        super().__init__(RedisTier(Servers.of(hosts, buffer=buffer), codec=codec, delay=NEVER, claims=False))
         for node in self.tier._clients._known.values():
             node.using.shortest = 0.0  # a server is tried again at once
-        self.waiting = set()
-
-    def get(self, names, space):
-        """What is found of some rows, each compared with its value."""
-        here = set()
-        for width in WIDTHS:
-            mine = [name for name in names if width_of(name) == width]
-            here |= rows(found(self.tier, mine, width, space), space)
-        return here
 
 
 class Cluster(RuleBasedStateMachine):
     servers = ()
-    names = st.builds(
-        lambda first, count: [(first + i) % len(NAMES) for i in range(count)],
-        st.integers(0, len(NAMES) - 1),
-        st.integers(1, 12),
-    )
+    names = SOME
     spaces = st.sampled_from(SPACES)
     which = st.integers(0, 1)
 

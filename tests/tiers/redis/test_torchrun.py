@@ -61,16 +61,7 @@ def train(warmed, place):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        master = [
-            "--nproc-per-node",
-            "2",
-            "--master-addr",
-            "127.0.0.1",
-            "--master-port",
-            port,
-            "--nnodes",
-            nodes,
-        ]
+        master = ["--master-addr", "127.0.0.1", "--master-port", port, "--nnodes", nodes]
         env = {"TMPDIR": str(place.path), "OMP_NUM_THREADS": "1", "TORCHCACHE_JOB": ""}
         launchers = []
         for node in range(nodes):

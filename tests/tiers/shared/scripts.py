@@ -1,20 +1,6 @@
 """What the processes of these tests begin with."""
 
-import os
-
-from tests.helpers.storage import found, put
-from torchcache2.tiers.shared.tier import SharedTier
-
 JOB = b"a job of 16 byte"
-
-
-def child(queue, number, tier, folder):
-    """What a process of `multiprocessing` does: a tier that was inherited, or one of its own."""
-    tier = SharedTier(JOB, 10**8, folder=folder) if tier is None else tier
-    there = found(tier, range(25))
-    assert put(tier, [(number, i) for i in range(5)]) == 5
-    queue.put((os.getpid(), there))
-    tier.close()
 
 
 JOINING = """

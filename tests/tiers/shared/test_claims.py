@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.helpers.storage import CPU, NAMESPACES, found, keys_of, put, rows_of, warnings_of
-from tests.tiers.claims_contract import ClaimContract, in_thread
+from tests.tiers.claims_contract import ClaimContract, in_thread, interrupted
 from tests.tiers.shared.scripts import JOB
 from torchcache2.core.rows import Rows
 from torchcache2.tiers.shared import board as board_module
@@ -199,39 +199,15 @@ def test_a_ticket_that_another_thread_takes_meanwhile_is_not_taken_for_ones_own(
     assert reading.has_one(20, 3) and not reading.has_one(20, 4)
 
 
-class Interrupt(KeyboardInterrupt):
-    pass
-
-
 def test_an_interrupt_at_any_line_leaves_nothing_claimed(two):
-    """What is left of the call is freed with the exception, as it is in a session that goes on."""
     first, second = two
     # In a function with a lock, tracing would also interrupt where no signal can: before it is released.
     members = [member for cls in (SharedClaim, Board, Tickets) for member in vars(cls).values()]
     traced = {member.__code__ for member in members if inspect.isfunction(member)}
     claim(first, [0]).release()
     for number in range(1, 1000):
-        seen = 0
-
-        def tracer(frame, event, _, number=number):
-            nonlocal seen
-            if frame.f_code not in traced:
-                return None
-            if event == "line":
-                seen += 1
-                if seen == number:
-                    raise Interrupt
-            return tracer
-
-        before, gave = sys.gettrace(), None
-        sys.settrace(tracer)
-        try:
-            gave = claim(first, [number])
-        except Interrupt:
-            pass
-        finally:
-            sys.settrace(before)
-        if gave is not None:
+        gave, is_over = interrupted(number, traced.__contains__, lambda: claim(first, [number]))  # noqa: B023
+        if is_over:
             break
         other = claim(second, [number])
         assert other.mine.tolist() == [0], number

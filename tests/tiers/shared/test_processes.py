@@ -110,30 +110,6 @@ def test_each_item_is_computed_once(tmp_path):
     assert len(computed) == len(set(computed)) > 390
 
 
-BUDGET = (
-    JOINING
-    + """
-tier, number = join(3_000_000), int(sys.argv[2])
-meet("start")
-for start in range(0, 1800, 40):
-    width = [1, 50, 400][start // 40 % 3]
-    put(tier, [(number, name) for name in range(start, start + 40)], width)
-    size = resident(tier)
-    assert size <= tier.budget, size
-meet("full")
-print(tier.stats().bytes, tier._job.board.region.size, resident(tier), tier._job.board.is_full)
-meet("end")
-"""
-)
-
-
-@pytest.mark.slow
-def test_the_budget_is_exact_with_four_writers(tmp_path):
-    for counted, board, resident, is_full in together(BUDGET, tmp_path, "start", "full", "end"):
-        assert 1_500_000 < int(resident) <= int(counted) + int(board) <= 3_000_000
-        assert is_full == "1"
-
-
 DROPS = (
     JOINING
     + """
@@ -164,34 +140,3 @@ print(drops)
 @pytest.mark.slow
 def test_dropping_while_another_process_gathers(tmp_path):
     assert int(warm.run(DROPS, tmp_path).words[0]) > 3
-
-
-HOW_PROCESSES_ARE_MADE = """
-import multiprocessing, os, sys
-from tests.helpers.storage import found, put
-from tests.tiers.shared.scripts import JOB, child
-from torchcache2.tiers.shared.tier import SharedTier
-
-if __name__ == "__main__":
-    tier = SharedTier(JOB, 10**8, folder=sys.argv[1])
-    put(tier, range(20))
-    queues, processes = [], []
-    for number, method in enumerate(["fork", "spawn", "forkserver"]):
-        context = multiprocessing.get_context(method)
-        queues.append(context.Queue())
-        mine = (tier if method == "fork" else None, sys.argv[1])
-        processes.append(context.Process(target=child, args=(queues[-1], number, *mine)))
-        processes[-1].start()
-    for number, (queue, process) in enumerate(zip(queues, processes)):
-        pid, there = queue.get(timeout=60)
-        process.join(60)
-        assert process.exitcode == 0 and pid == process.pid
-        assert there == list(range(20)), there
-        names = [(number, i) for i in range(5)]
-        assert found(tier, names) == names
-    print(tier.stats().rows, tier.stats().faults, len(tier._job._listed()))
-"""
-
-
-def test_children_of_fork_spawn_and_forkserver_take_part(tmp_path):
-    assert warm.run(HOW_PROCESSES_ARE_MADE, tmp_path, forks=True).words == ["35", "0", "1"]
