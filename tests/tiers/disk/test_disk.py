@@ -275,7 +275,7 @@ def test_new_segments_are_looked_for_at_most_every_few_seconds(make, monkeypatch
     monkeypatch.setattr(located_module, "_LOOK_EVERY", NEVER)
     for _ in range(5):
         assert found(two, range(10)) == []
-    assert fs.calls == []
+    assert "listing" not in fs.calls  # a call may take hold of the folder, which is there now
     monkeypatch.setattr(located_module, "_LOOK_EVERY", 0.0)
     assert found(two, range(10)) == list(range(10))
 
