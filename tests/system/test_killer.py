@@ -2,6 +2,8 @@
 
 import os
 
+import pytest
+
 from tests.helpers import warm
 
 SOAK = bool(os.environ.get("SOAK"))
