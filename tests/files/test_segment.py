@@ -195,23 +195,6 @@ def filled(dtype, shape, seed=0, zeros=0.0):
 # Round trips.
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize(
-    "value",
-    [
-        *[0, -1, 2**63 - 1, -(2**63), True, False, None, 0.0, -0.0, float("inf"), 1j, complex(-0.0, 2.5)],
-        *["", "plain", "\x00", "Grüße, 世界 🙂", "\ud800", b"", b"\x00\xff", "x" * 20_000, b"y" * 20_000],
-    ],
-    ids=lambda value: repr(value)[:20],
-)
-def test_values_that_are_no_tensors_come_back(tmp_path, value, codec):
-    batches = batches_of(({"value": value, "x": torch.arange(12.0).view(3, 4)}, 3))
-    segment = opened(tmp_path / "a", file_of(batches, codec))
-    check(segment, batches, [2, 2, 0])
-    alone = batches_of((value, 3))
-    check(opened(tmp_path / "b", file_of(alone, codec)), alone)
-
-
 STRUCTURES = [
     (),
     [],
