@@ -841,7 +841,7 @@ def test_a_file_that_was_taken_apart_and_assembled_is_the_same(tmp_path):
 
 
 def harmless(path, data, limit=LIMIT):
-    """What comes of opening and reading a file that may lie about everything: little memory, and no imports."""
+    """What comes of opening and reading a file that may lie throughout: little memory, no imports."""
     write_anew(path, data)
     modules = set(sys.modules)
     tracemalloc.start()
@@ -897,7 +897,13 @@ OTHERS = [
     *(*NUMBERS, *map(str, NUMBERS), None, True, False, [], {}, [None], "", "\ud800"),
     *("none", "brotli", "blosc2", "zstd", "float32", "uint8", "complex128", "int4", "bits16", "quint8"),
     *("tensor", "str", "none", "int", "U8", "F32", {"tuple": []}, {"list": [None, None]}),
-    *({"dict": [["a", None]]}, {"node": ["os:system", None, None, []]}),
+    *(
+        {"dict": [["a", None]]},
+        {"node": ["os:system", None, None, []]},
+        {"class": "os:system"},
+        {"bytes": "0"},
+    ),
+    *("float99", "os:system", "antigravity:fly", "torch:Size", "tuple", "deque", "namedtuple", "defaultdict"),
 ]
 OTHERS += [[2**40, 2**40], [0, 2**47, 2**47], [None] * 30, "cuda:0", "meta", "0" * 32, "f" * 31]
 
