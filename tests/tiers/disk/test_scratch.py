@@ -122,27 +122,6 @@ def test_the_next_run_removes_what_a_killed_one_has_left(start, folders, number)
     assert folders() == []
 
 
-GOES_ON = """
-    ready()
-    wait_for("end")
-    before = hits(net)
-    check(net)
-    assert hits(net) == before + 20
-"""
-
-
-@pytest.mark.slow
-def test_the_folder_of_a_run_that_goes_on_stays(start, folders, tmp_path):
-    living = start(USED + GOES_ON).until("ready")
-    (folder,) = folders()
-    for _ in range(2):
-        start("check(net)\nassert len(os.listdir(os.environ['TMPDIR'])) == 2").done()
-        assert folders() == [folder]
-    (tmp_path / "end").touch()
-    living.done()
-    assert folders() == []
-
-
 CHILDREN = """
     import multiprocessing
     check(net)

@@ -12,7 +12,6 @@ from torchcache2.core.places import Server, Servers
 from torchcache2.tiers.redis.server import hold, let_go, own_servers
 from torchcache2.tiers.shared.region import start_time
 
-SOAK = bool(os.environ.get("SOAK"))
 START = """
 import os, pickle, signal, sys, time
 from torchcache2.tiers.redis.server import hold
@@ -211,22 +210,6 @@ def test_a_forked_child_keeps_the_server(start, place):
     check_that_it_outlives(process, process, place)
 
 
-SPAWN = f"""
-import multiprocessing, os, time
-from tests.helpers.ownserver import answers
-from torchcache2.tiers.redis.server import hold
-from torchcache2.tiers.redis.server import own_servers
-
-def child(servers):
-{LEFT}
-
-if __name__ == "__main__":
-    servers = own_servers("50MB", "keep")
-    multiprocessing.get_context("spawn").Process(target=child, args=(servers,)).start()
-    time.sleep(60)
-"""
-
-
 def pickled(start, place):
     """A process, and one that reads its servers from a file: a child that is spawned imports torch first."""
     process = start(
@@ -239,15 +222,9 @@ def pickled(start, place):
     return process, start(f"{script}if True:\n{LEFT}", cwd=place.path)
 
 
-def spawned(start, place):
-    process = start(SPAWN, cwd=place.path)
-    return process, process
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [pickled, *[spawned] * SOAK])
-def test_a_process_that_gets_the_servers_keeps_the_server(how, start, place):
-    process, child = how(start, place)
+def test_a_process_that_gets_the_servers_keeps_the_server(start, place):
+    process, child = pickled(start, place)
     check_that_it_outlives(process, child, place)
 
 
