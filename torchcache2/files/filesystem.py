@@ -50,8 +50,10 @@ class Descriptor:
     def close(self) -> None:
         """Close the file now, even if it is still referenced."""
         close, self._close = self._close, _nothing
-        with contextlib.suppress(OSError):
+        try:  # noqa: SIM105  # no global name, as the interpreter may be ending
             close(self.number)
+        except OSError:
+            pass
 
 
 def _nothing(number: int) -> None:

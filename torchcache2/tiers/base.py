@@ -28,7 +28,7 @@ from torchcache2.core.logs import ToldOnce
 from torchcache2.core.rows import Rows, Schema
 from torchcache2.files.directory import CacheDirectory
 
-_LONGEST_PAUSE = 60.0  # seconds
+LONGEST_PAUSE = 60.0  # seconds
 
 Make = Callable[[Schema, Sequence[memoryview]], Any]  # see `Tier.get_one`
 
@@ -126,9 +126,9 @@ class Breaker:
             # Larger exponents would overflow.
             self.pause(self.shortest * 2.0 ** min(self.failures - 1, 10))
 
-    def pause(self, seconds: float = _LONGEST_PAUSE) -> None:
+    def pause(self, seconds: float = LONGEST_PAUSE) -> None:
         """Allow no tries for some seconds, at most a minute."""
-        self._until = time.monotonic() + min(_LONGEST_PAUSE, seconds)
+        self._until = time.monotonic() + min(LONGEST_PAUSE, seconds)
 
     def worked(self) -> None:
         """Count a try that has succeeded."""

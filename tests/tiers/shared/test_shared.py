@@ -30,7 +30,7 @@ from torchcache2.core.rows import Rows
 from torchcache2.core.settings import CacheSettings
 from torchcache2.tiers.index import KeyTable
 from torchcache2.tiers.make import job_of, make_tiers
-from torchcache2.tiers.meeting import job_name
+from torchcache2.tiers.meeting import job_name, machine
 from torchcache2.tiers.memory.tier import MemoryTier
 from torchcache2.tiers.shared import region as region_module
 from torchcache2.tiers.shared.region import Region, SharingError
@@ -248,8 +248,12 @@ def test_the_folder_is_this_users_alone(tmp_path, monkeypatch):
     tier.close()
     assert list(folder.iterdir()) == []
     folder.chmod(0o755)
+    others = [folder / f"{machine()}-{name}" for name in ("pipe", "file")]
+    os.mkfifo(others[0])  # who opens it to read would wait for ever
+    others[1].touch()
     with pytest.raises(SharingError, match="alone can enter"):
         SharedTier(os.urandom(16), 10**7)
+    assert sorted(folder.iterdir()) == sorted(others), "nothing in a folder that others can enter is ours"
 
 
 def test_what_killed_jobs_have_left_is_deleted(join, tmp_path):

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import time
 
 from torchcache2.core.errors import DamagedError, NewerFormatError
 from torchcache2.core.logs import ToldOnce
 from torchcache2.core.sizes import size_text
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.filesystem import is_read_only
-from torchcache2.tiers.base import Breaker
+from torchcache2.tiers.base import LONGEST_PAUSE, Breaker
 
 # These errors concern the whole directory, whichever namespace shows them.
 _OF_ALL = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
@@ -48,10 +49,17 @@ class Health(Breaker):
         self.faults = self.corrupt = 0
         self.last: list[Exception] = []
         self._directory = directory
+        self._refused: dict[
+            str, float
+        ] = {}  # folders of namespaces that cannot be written: when to try again
 
-    def may_write(self) -> bool:
-        """Whether writing should be tried now."""
-        return self.writes and self.allows()
+    def left_for(self, folder: str) -> float:
+        """Seconds until writing to a namespace's folder may be tried; 0 or less: now."""
+        return max(self.left, self._refused.get(folder, 0.0) - time.monotonic())
+
+    def may_write(self, folder: str) -> bool:
+        """Whether writing to a namespace's folder should be tried now."""
+        return self.writes and self.left_for(folder) <= 0.0
 
     def fault(self, error: Exception, path: str) -> None:
         """Respond to an error of reading; a damaged segment is set aside."""
@@ -80,25 +88,24 @@ class Health(Breaker):
         self.corrupt += rows
         self.tell("corrupt", "%s is damaged (%s): rows of it are missing", path, str(error))
 
-    def write_fault(self, error: Exception, path: str) -> bool:
+    def write_fault(self, error: Exception, path: str) -> None:
         """Respond to an error of writing in a namespace's folder, or in the directory itself.
 
-        Returns whether it concerns only that namespace. Otherwise writing is tried again, after longer and
-        longer pauses.
+        If it concerns only that namespace, that is tried again after a minute; otherwise all is, after longer
+        and longer pauses.
         """
         if path != self._directory.path and self._is_of_one(error):
             self.faults += 1
+            self._refused[path] = time.monotonic() + LONGEST_PAUSE
             message = "%s cannot be written: new rows of this namespace stay in memory (%s)"
             self.tell("unwritable", message, path, str(error))
-            return True
-        if isinstance(error, OSError) and is_read_only(error):
+        elif isinstance(error, OSError) and is_read_only(error):
             self.writes = False
             self.faults += 1
             self.tell("fault", "%s cannot be written: new rows stay in memory (%s)", path, str(error))
         else:
             self.fault(error, path)
             self.failed(is_spared=True)
-        return False
 
     def _is_of_one(self, error: Exception) -> bool:
         """Whether an error concerns one namespace, and the others can be written."""

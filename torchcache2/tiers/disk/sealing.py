@@ -113,9 +113,10 @@ class Sealing:
         self._serialisable = Serialisable(health.tell, "such outputs stay in memory, not on disk: %s")
         self._slabs = Slabs()
 
-    def takes(self, schema: Schema) -> bool:
-        """Whether rows of a schema can be written now."""
-        if not self._health.may_write() or self._index.closed or schema.row_bytes > self._budget:
+    def takes(self, namespace: bytes, schema: Schema) -> bool:
+        """Whether rows of a namespace and schema can be written now."""
+        folder = self._directory.folder(namespace)
+        if not self._health.may_write(folder) or self._index.closed or schema.row_bytes > self._budget:
             return False
         return self._serialisable(schema)
 
@@ -156,13 +157,13 @@ class Sealing:
     def write(self, pending: Pending) -> bool:
         """Seal rows; returns whether they are sealed.
 
-        If the system fails, they are queued again while there is room, and else forgotten; if only their
-        namespace fails, for one more try. The writer deals with interrupts.
+        If the system fails, they are queued again while there is room, and else forgotten. The writer deals
+        with interrupts.
         """
         folder = self._directory.folder(pending.namespace)
         name = ulid() + SEGMENT
         is_again = bool(pending.name)
-        if is_again and not self._health.allows() and not self.is_last and self._waits_on(pending):
+        if is_again and self._health.left_for(folder) > 0 and not self.is_last and self._waits_on(pending):
             return False
         try:
             encoded = encode(pending.rows(), self._codec, library=__version__)
@@ -194,10 +195,10 @@ class Sealing:
             self._write_runs(index)
             return True
         except Exception as error:
-            gives_up = self._health.write_fault(error, folder) and is_again
+            self._health.write_fault(error, folder)
             passes = isinstance(error, (OSError, MemoryError)) and not isinstance(error, StrangeFileError)
             is_lasting = not passes or (isinstance(error, OSError) and is_read_only(error))
-            if is_lasting or gives_up or not self._waits_on(pending):
+            if is_lasting or not self._waits_on(pending):
                 self.lost += 0 if is_lasting else len(pending)
                 self.forget(pending)
             return False
@@ -232,7 +233,8 @@ class Sealing:
     def _waits_on(self, pending: Pending) -> bool:
         """Queue rows again until the pause is over; False if there is no room for them."""
         writer = self._index.writer
-        return writer is not None and writer.again(pending, self._health.left)
+        left = self._health.left_for(self._directory.folder(pending.namespace))
+        return writer is not None and writer.again(pending, left)
 
     def _sealed(self, pending: Pending, encoded: Encoded) -> bool:
         """Write a segment; False if there is no room for it, or it was dropped."""

@@ -182,7 +182,7 @@ class DiskTier(Tier):
     @with_ordinary_tensors
     def put(self, keys: Keys, rows: Rows) -> int:
         """Queue rows under distinct keys to be written; waits only if the queue is full."""
-        if not self._sealing.takes(rows.schema) or len(keys) == 0:
+        if not self._sealing.takes(keys.namespace, rows.schema) or len(keys) == 0:
             return 0
         try:
             kept = self._sealing.keep(keys, rows)
@@ -207,13 +207,14 @@ class DiskTier(Tier):
 
     def describe(self, namespace: bytes, description: Mapping[str, Any], *, create: bool) -> None:
         """Update ``fingerprint.json``; if there is none yet, only with `create`."""
-        if not self._health.may_write() or self._index.closed:
+        folder = self.directory.folder(namespace)
+        if not self._health.may_write(folder) or self._index.closed:
             return
         try:
             if not self.directory.describe(namespace, description, create=create):
                 return
         except Exception as error:
-            self._health.write_fault(error, self.directory.folder(namespace))
+            self._health.write_fault(error, folder)
             return
         with self._lock():
             index = self._index.namespaces.get(namespace)

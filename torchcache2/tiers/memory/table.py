@@ -101,8 +101,8 @@ class ArenaTable:
         """The arena of a schema, layout and device; None if there is none."""
         return self._arenas.get(namespace, {}).get(name)
 
-    def make(self, namespace: bytes, name: Name, *, are_remote: bool) -> Arena | None:
-        """Add an arena for a schema; None if there are too many. For `are_remote`, see `Arena`."""
+    def make(self, namespace: bytes, name: Name, *, are_remote: bool) -> Arena:
+        """Add an arena for a schema. For `are_remote`, see `Arena`."""
         if len(self) >= _MOST_ARENAS:
             self.drop_unused(namespace)
         schema, _, device = name

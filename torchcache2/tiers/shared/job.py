@@ -23,7 +23,7 @@ import numpy as np
 
 from torchcache2.core.keys import Array
 from torchcache2.files.filesystem import Descriptor, FileSystem
-from torchcache2.tiers.meeting import LockTimeoutError, locked, machine, remove_leftovers
+from torchcache2.tiers.meeting import LockTimeoutError, locked, machine, own_folder, remove_leftovers
 from torchcache2.tiers.shared.board import Board
 from torchcache2.tiers.shared.region import Region, SharingError, is_alive
 from torchcache2.tiers.shared.table import SharedTable
@@ -55,10 +55,12 @@ class Job:
         The number of this process among the members on the board.
     """
 
+    pid = slot = -1
+
     def __init__(self, name: bytes, budget: int, folder: str | None = None) -> None:
         if not hasattr(os, "memfd_create") or not os.path.exists("/proc/self/fd"):
             raise SharingError("memory can be shared on Linux only, where /proc is mounted")
-        self._fs, self._name, self._budget = FileSystem(), name, budget
+        self._name, self._budget = name, budget
         path = os.path.join(tempfile.gettempdir(), _FOLDER.format(os.getuid()))
         self._folder = path if folder is None else folder
         self._path = os.path.join(self._folder, f"{machine()}-{name.hex()}")
@@ -85,10 +87,17 @@ class Job:
                     self._write(others)
                 else:
                     os.unlink(self._path)
-        except LockTimeoutError:  # others free what it had, and ignore its line in the file
+        except LockTimeoutError:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Leave without the lock: others free what this process had, and ignore its line in the file."""
+        if os.getpid() == self.pid:
             self.board.strike_out(self.slot)
+            self.pid = 0  # the slot may soon be another process's
 
     def _join(self) -> None:
+        own_folder(self._folder)
         remove_leftovers(self._folder, f"{machine()}-", self._path, _remove_if_dead)
         with locked(self._path) as self.lock:
             inode = os.fstat(self.lock.file.number).st_ino
@@ -99,11 +108,13 @@ class Job:
             self._enter()
 
     def _enter(self) -> None:
-        place, self.pid = self.board.region.place, os.getpid()
+        place = self.board.region.place
         # If we cannot open our own file through /proc, other processes cannot either.
         if Region.open(*place) is None:
             raise SharingError("/proc does not show the files of this user's processes")
+        # A child that cannot join must not act as its parent: until it is here, it has joined nothing.
         self.slot = self.board.enter(place.pid, place.start)
+        self.pid = os.getpid()
         self._write(np.concatenate([self._listed(), [place]]))
 
     def _listed(self) -> Array:
@@ -132,9 +143,12 @@ def _remove_if_dead(path: str) -> None:
     """Delete the file of a job that has ended without leaving."""
     fs, file = FileSystem(), Descriptor(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW))
     if fs.lock(file, exclusive=True):
-        lines = np.frombuffer(os.read(file.number, 1 << 20), np.int64).reshape(-1, 4).tolist()
-        if fs.same(file, path) and not any(is_alive(pid, start) for pid, start, *_ in lines):
-            os.unlink(path)
+        try:
+            lines = np.frombuffer(os.read(file.number, 1 << 20), np.int64).reshape(-1, 4).tolist()
+            if fs.same(file, path) and not any(is_alive(pid, start) for pid, start, *_ in lines):
+                os.unlink(path)
+        finally:
+            fs.unlock(file)  # a child forked meanwhile has the open file, too
 
 
 class Tables:

@@ -299,6 +299,7 @@ class SharedTier(Tier):
         if isinstance(error, (LockTimeoutError, SharingError)):
             self._is_off = True
             self._tables.clear()
+            self._job.abandon()
         # As text: a log record with the error itself would keep its frames alive.
         self._told("fault", "shared memory cannot be used, so its rows are computed again (%s)", repr(error))
 
