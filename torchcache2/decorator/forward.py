@@ -100,10 +100,8 @@ def may_check(known: Known, root: Any, call: BoundCall, seen: Seen, is_found: bo
 
     No module is loaded just to check a batch that is all found.
     """
-    if devices_apart(call, root, seen):
-        return False
     loaded = [lazy.module for lazy in lazies_of(known.keeper, call)]
-    if is_found and None in loaded:
+    if devices_apart(call, root, seen) or (is_found and None in loaded):
         return False
     return not any(talks(one, known.keeper.fingerprint) for one in (root, *loaded))
 

@@ -188,10 +188,8 @@ class NamespaceKeeper:
     def undo(self, seen: Seen, root: Any) -> Undo:
         """What restores the state as it is now."""
         with self._lock():
-            owners = [
-                *(self._guard.modules if self._guard else ()),
-                *([root] if _owner(root) is root else []),
-            ]
+            owners = list[Any](self._guard.modules) if self._guard else []
+            owners += [root] if _owner(root) is root else []
             return Undo(self._guard, owners, seen.tensors.small_buffers())
 
     def distrust_tensors(self) -> None:

@@ -21,14 +21,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from torch import Tensor, nn
 
-from torchcache2.core.private import (
-    BATCH_NORMS,
-    DROPOUTS,
-    FSDP_MARK,
-    FSDP_MODULES,
-    buffers_of,
-    parameters_of,
-)
+from torchcache2.core.private import BATCH_NORMS, DROPOUTS, FSDP_MARK, FSDP_MODULES, buffers_of, parameters_of
 from torchcache2.identity.names import chains_in, steps_of
 from torchcache2.identity.sourcecode import cells_of, code_objects, names_in, origin
 

@@ -49,9 +49,7 @@ class Health(Breaker):
         self.faults = self.corrupt = 0
         self.last: list[Exception] = []
         self._directory = directory
-        self._refused: dict[
-            str, float
-        ] = {}  # folders of namespaces that cannot be written: when to try again
+        self._refused: dict[str, float] = {}  # folders that cannot be written, and when to try again
 
     def left_for(self, folder: str) -> float:
         """Seconds until writing to a namespace's folder may be tried; 0 or less: now."""
