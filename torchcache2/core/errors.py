@@ -14,9 +14,9 @@
 
 The first two are a programmer's mistakes, and are raised at once. The third means that samples served without
 their dataset are missing; the fourth that an item must be computed while all weights are on another device.
-The others are raised only under ``strict=True`` and in a
-warmup: otherwise a call that cannot be cached runs the plain forward, with one warning. Other faults of
-storage or network are never exceptions, but counted misses and one warning.
+The others are raised only under ``strict=True`` and in a warmup: otherwise a call that cannot be cached runs
+the plain forward, with one warning. Other faults of storage or network are never exceptions, but counted
+misses and one warning.
 """
 
 from __future__ import annotations

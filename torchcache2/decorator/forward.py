@@ -311,7 +311,7 @@ class Computation:
         """Whether random numbers were drawn since `state`."""
         if not state.moved():
             return False
-        # If such calls have drawn none before, another thread may have done it.
+        # Only if such calls drew none before, and there are other threads, one of these may have drawn.
         if threading.active_count() == 1 or self.keys.group not in self.known.shapes:
             if len(self.random) >= _MOST_CONTEXTS:
                 self.random.clear()

@@ -108,25 +108,25 @@ def warm_up(
     10
     """
     self, root, share = _begun(self, method, data, batch_size, num_workers)
-    name, is_first = self.name, place().rank == 0
+    name, is_rank_zero = self.name, place().rank == 0
     if not self.settings.enabled or disabled_by_environment():
         logger.info("%s: nothing is warmed up, because caching is turned off", name)
         return WarmupStats(0, 0, 0.0, 0)
-    if is_first and getattr(root, "training", False):
+    if is_rank_zero and getattr(root, "training", False):
         logger.warning(
             "%s: it is warmed up in training mode, and its rows are found in training mode only; for "
             "evaluation, call .eval() first",
             name,
         )
     counters, tiers = self.engine.counters, self.engine.tiers
-    progress = Progress(name, counters, tiers, share.items, share.total, is_shown=is_first)
+    progress = Progress(name, counters, tiers, share.items, share.total, is_shown=is_rank_zero)
     try:
         with torch.no_grad(), _random_as_before(self, share):
             for batch in share.batches:
                 _warm(self, root, batch, inputs, progress)
     finally:
         progress.close()
-    if progress.batches == 0 and share.items != 0 and is_first:
+    if progress.batches == 0 and share.items != 0 and is_rank_zero:
         raise OptionError(_EMPTY)
     self.flush()
     return progress.stats()
