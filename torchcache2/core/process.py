@@ -1,9 +1,10 @@
-"""The process: its rank, locks that survive a fork, and exit handlers."""
+"""The process: its rank, locks that survive a fork, marks that it shares with others, and exit handlers."""
 
 from __future__ import annotations
 
 import atexit
 import concurrent.futures.thread  # noqa: F401  # it registers before `before_pools_end`, which so comes first
+import mmap
 import multiprocessing.process
 import multiprocessing.util
 import os
@@ -13,8 +14,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
+import numpy as np
 import torch
 
+from torchcache2.core.keys import Array
 from torchcache2.core.private import register_before_pools_end
 
 T = TypeVar("T")
@@ -197,6 +200,40 @@ class computed_once(Generic[T]):  # noqa: N801
             return self
         value = vars(owner)[self._name] = self._compute(owner)
         return value
+
+
+class Marks:
+    """A set of numbers that processes share: all that map its `words`, or a process and its forked children.
+
+    Takes no lock: of two marks made at once, one may be lost. A full set takes no more.
+
+    Parameters
+    ----------
+    words : ndarray of uint64, shape (`SIZE`,), optional
+        Where the numbers are; 0: free.
+    """
+
+    SIZE = 4096
+
+    def __init__(self, words: Array | None = None) -> None:
+        memory = mmap.mmap(-1, 8 * self.SIZE) if words is None else words
+        self._words = np.frombuffer(memory, np.uint64)
+
+    def _place(self, number: int) -> int | None:
+        """Where a number is, or may be put; None if the set is full."""
+        free_or_here = np.flatnonzero((self._words == number) | (self._words == 0))
+        after = free_or_here[np.searchsorted(free_or_here, number % self.SIZE) :]
+        return int(after[0]) if len(after) else int(free_or_here[0]) if len(free_or_here) else None
+
+    def __contains__(self, number: int) -> bool:
+        place = self._place(number)
+        return place is not None and int(self._words[place]) == number
+
+    def add(self, number: int) -> None:
+        """Add a number other than 0."""
+        place = self._place(number)
+        if place is not None:
+            self._words[place] = number
 
 
 # The end of the process.

@@ -88,6 +88,12 @@ _OPTIONS = {
     "persistent_module_hash": _Option(
         "None or a non-empty str", lambda name: name is None or (isinstance(name, str) and name != "")
     ),
+    "version": _Option(
+        "None, a text or an int",
+        lambda version: (
+            version is None or (isinstance(version, (str, int)) and not isinstance(version, bool))
+        ),
+    ),
     "compression": _one_of(Compression),
     "memory_cache_device": _Option(
         "None, or a device of this machine that holds data, such as 'cpu' or 'cuda:0'",
@@ -137,6 +143,9 @@ class CacheSettings:
         ``s3://bucket/folder``. None: with ``persistent=True``, a temporary folder that is deleted at exit.
     persistent_module_hash : str, optional
         A name that replaces the computed namespace. Changes of the module are then not noticed.
+    version : str or int, optional
+        A part of the key: give another one when something changes that the key does not cover, such as a
+        file that the forward reads.
     max_memory_cache_size : int, str or float
         Budget of the memory tier: bytes, a text like ``"4GB"`` or ``"512MiB"``, or a float in
         (0, 1], a share of the memory that is free when the cache is made.
@@ -206,6 +215,7 @@ class CacheSettings:
     persistent: bool | None = None
     persistent_cache_dir: Place | None = None
     persistent_module_hash: str | None = None
+    version: str | int | None = None
     max_memory_cache_size: Size = 1_000_000_000
     max_persistent_cache_size: Size = 10_000_000_000
     compression: Compression = "brotli"

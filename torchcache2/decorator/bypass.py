@@ -109,17 +109,21 @@ _BATCH = {  # advice about a dependence on the batch, by how it was found
         "one entry per item; if the batch is not the first dimension, use batch_first=True"
     ),
     "found": (
-        "items may depend on others in their batch, such as by padding to the longest: pad to a fixed "
-        "length, or mask the padding. Or the forward is not "
-        "deterministic, or reads what its keys do not cover"
-    ),
-    "edited": (
-        "the module has changed in a way that PyTorch does not record, such as by .data: after such an edit, "
-        "call .cache_instance.refresh()"
+        "items depend on others in their batch, such as by padding to the longest: pad to a fixed length, or "
+        "mask the padding. Or the forward is not deterministic"
     ),
     "quantized": "quantize statically, or weights only",
     "stack": "pad outputs to a fixed shape, or decorate what runs before items are padded to the longest",
 }
+EDITED = (
+    "the module has changed in a way that PyTorch does not record, such as by .data: after such an edit, "
+    "call .cache_instance.refresh()"
+)
+STALE = (
+    "the forward reads something that its keys do not cover and that has changed, such as a file that no "
+    "argument names, a date, a setting of a library, or what ignore= leaves out. Name it in version=, or "
+    "pass it as an argument"
+)
 _LAYERS = {  # reason and text, by `UnsteadyLayer.does`
     "drops out": ("training", "{} drops out at random"),
     "normalises": ("training", "{} normalises by the statistics of the batch"),
@@ -133,7 +137,7 @@ def batch_advice(cause: str) -> str:
     `cause` is how that was found. For a part of a batch, outputs have another ``"shape"`` or ``"structure"``,
     the forward ``"raises"``, or values differ, as little as by ``"rounding"``, or more (``"values"``).
     Outputs of equal items of one batch differ (``"repeat"``). A ``"found"`` batch differs from a computed
-    one, or the module was ``"edited"`` meanwhile. The module is dynamically ``"quantized"``. Outputs have
+    one. The module is dynamically ``"quantized"``. Outputs have
     several shapes, so they do not ``"stack"``. An empty text: unknown by now.
     """
     return _BATCH[cause]

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import functools
 import threading
+import time
 from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from operator import is_
@@ -31,7 +32,7 @@ from torchcache2.core.sizes import is_out_of_memory
 from torchcache2.core.values import UnstorableError, has_attributes, leaves_of, mapped
 from torchcache2.decorator.bypass import BypassError, not_stored, of_module
 from torchcache2.decorator.lazymodule import devices_apart, lazies_of, with_device_hint
-from torchcache2.decorator.probe import Probe, talks
+from torchcache2.decorator.probe import Difference, Probe, talks
 from torchcache2.decorator.tracing import Runner
 from torchcache2.engine.batch import Checks, NotStoredError, WholeBatch, computed_again
 from torchcache2.engine.randomness import RandomState
@@ -210,9 +211,10 @@ class Computation:
                 return output
             if has_other_shape and not call.entries:
                 raise not_stored("batch", output, self._shapes_text(shapes), cause="shape")
-            if count > 1:
-                output = copied
-                self._probe(output, whole)
+            output = copied
+            found = self._difference(whole)
+            if found is not None:
+                raise not_stored("batch", output, found.text, cause=found.cause)
         self._remember(shapes)
         return self._own(output, inputs.tensors)
 
@@ -342,8 +344,9 @@ class Computation:
     def _rows(self, output: Any, count: int) -> Rows:
         return rows_of(output, count, self.lists, device=self.device)
 
-    def _probe(self, output: Any, whole: Rows) -> None:
-        """Compute parts of the batch by themselves, and compare them with its rows."""
+    def _difference(self, whole: Rows) -> Difference | None:
+        """How parts of the batch, computed by themselves, differ from its rows; None if they do not."""
+        start, checks = time.perf_counter(), self.checks
         probe = Probe(
             whole,
             self.keys,
@@ -352,10 +355,20 @@ class Computation:
             dtypes=self.dtypes(),
             pads=self.known.settings.miss_batch == "pad",
         )
-        found = probe.dependence()
-        if found is not None:
-            raise not_stored("batch", output, found.text, cause=found.cause)
-        self.checks.is_conclusive = probe.is_conclusive
+        try:
+            return probe.dependence()
+        finally:
+            checks.is_conclusive = checks.is_conclusive and probe.is_conclusive
+            checks.of_parts = time.perf_counter() - start
+            checks.seconds += checks.of_parts
+
+    def dependence(self) -> Difference | None:
+        """How items depend on their batch, which is computed again with parts of it; None if they do not."""
+        every = range(self.call.batch_size)
+        try:
+            return self._difference(self._rows(self._alone(every, aligned=False), len(every)))
+        except (UnstorableError, OutputError):  # it cannot be stored
+            return None
 
     def _alone(self, part: Sequence[int], aligned: bool) -> Any:
         """The output of some items, computed by themselves; undoes side effects."""

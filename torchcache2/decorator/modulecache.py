@@ -21,11 +21,11 @@ import torch
 from torchcache2.core.errors import NotCachedError, OptionError
 from torchcache2.core.keys import Keys
 from torchcache2.core.logs import logger, shown
-from torchcache2.core.process import AtExit, before_pools_end
+from torchcache2.core.process import AtExit
 from torchcache2.core.settings import CacheSettings, disabled_by_environment, strict_by_environment
 from torchcache2.core.sizes import is_out_of_memory
 from torchcache2.decorator import bypass
-from torchcache2.decorator.bypass import Backoff, BypassError, glance, not_stored
+from torchcache2.decorator.bypass import EDITED, STALE, Backoff, BypassError, glance, not_stored
 from torchcache2.decorator.forward import Computation, Known, given_back, may_check
 from torchcache2.decorator.probe import CallChecks, Probes
 from torchcache2.decorator.tracing import Runner, is_traced, turns_grad_off
@@ -64,7 +64,7 @@ class _Owner:
 
     def keeper(self, settings: CacheSettings) -> NamespaceKeeper:
         """The keeper of the object's namespace, by the options that are part of it."""
-        names = ("persistent_module_hash", "cache_dtype", "distributed", "ignore")
+        names = ("persistent_module_hash", "version", "cache_dtype", "distributed", "ignore")
         options = tuple(getattr(settings, name) for name in names)
         if options not in self._keepers:
             keeper = NamespaceKeeper("a cache without a module", settings, self.history)
@@ -119,7 +119,6 @@ class ModuleCache:
         self.reasons: dict[str, str] = {}  # the last text for each reason
         self._probes = probes if probes is not None else Probes()
         self._walks = 1
-        self._writes_at_exit = False
         self._is_without_grad = False
         self._has_hinted = False
 
@@ -319,7 +318,6 @@ class ModuleCache:
         if fingerprint.namespace == namespace:
             document["parts"] = {name: data.hex() for name, data in fingerprint.parts.items()}
             document["values"] = dict(fingerprint.values)
-        document["probed"] = self._probes.document(namespace)
         return document
 
     def call(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -476,10 +474,9 @@ class ModuleCache:
             raise BypassError.because("random", "its output was random before")
         checks = Checks()
         if self.settings.probe:
-            kind = self._probes.kind(keys.group, self.fingerprint, call, self._probed_before, self.method)
-            checks = CallChecks(
-                self._probes, kind, keys, functools.partial(may_check, known, root, call, seen)
-            )
+            kind = self._probes.kind(keys.group, self.fingerprint, call, self.method)
+            may_run = functools.partial(may_check, known, root, call, seen)
+            checks = CallChecks(self._probes, kind, keys, may_run, self.engine.tiers.marks)
         described = self.description
         computation = Computation(known, call, keys, forward, root, seen, checks, described, self.refresh)
         for loop in [*self._loops]:  # now the next calls' form is known
@@ -491,63 +488,56 @@ class ModuleCache:
     def _cached(self, computation: Computation, start: float) -> Any:
         keys, checks = computation.keys, computation.checks
         try:
-            output = self.engine.output(keys, computation, start)
+            return self.engine.output(keys, computation, start)
+        except WrongRowsError as stop:
+            text = self._stale(computation, stop.text)
+            if text is None:
+                raise not_stored("batch", stop.output, stop.text, cause="found") from None
+            if self._is_strict():
+                raise NotCachedError(text) from None
+            self.engine.tell("stale", "%s", text)
+            self.engine.counters.add(misses=len(keys))
+            return stop.output
         except NotStoredError as stop:
-            was_found = isinstance(stop, WrongRowsError)
             if stop.reason == "stack":
                 stop = not_stored("batch", stop.output, stop.text, cause="stack")
-            is_edited = stop.reason == "batch" and self._depends(computation, may_be_old=was_found)
-            if was_found:
-                cause = "edited" if is_edited else "found"
-                stop = not_stored("batch", stop.output, stop.text, cause=cause)
+            if stop.reason == "batch":
+                self._drop(keys.namespace)
+                if isinstance(checks, CallChecks):
+                    self._probes.depends(checks.kind)
             raise stop from None
-        if isinstance(checks, CallChecks) and checks.settle():
-            self._write_probes(keys.namespace)
-        return output
 
-    def _depends(self, computation: Computation, *, may_be_old: bool) -> bool:
-        """Drop the rows of a call whose items depend on their batch, and stop caching such calls.
+    def _stale(self, computation: Computation, why: str) -> str | None:
+        """What to say about found rows that were outdated; None if items depend on their batch.
 
-        Found rows may also be outdated by an unnoticed change. Then the module, read again, has another
-        namespace, and the result is True. If a name identifies the module, changes are never noticed: its
-        rows are replaced, and checked from the first batch on.
+        They do if parts of the batch, computed by themselves, differ from it. All rows are dropped.
         """
         namespace, checks = computation.keys.namespace, computation.checks
         self._drop(namespace)
-        is_same = self.keeper.look(computation.root).namespace == namespace
-        may_be_old = may_be_old and self.settings.persistent_module_hash is not None
-        if isinstance(checks, CallChecks) and is_same and not may_be_old:
-            self._probes.depends(checks.kind)
-            self._write_probes(namespace, create=True)
-        return not is_same
+        text = f"{self.name}: {why}. All its rows are dropped, and computed anew: "
+        if self.keeper.look(computation.root).namespace != namespace:
+            return text + EDITED
+        if isinstance(checks, CallChecks):
+            is_steady = self._probes.is_steady(checks.kind)
+            if not is_steady or computation.dependence() is not None:
+                self._probes.depends(checks.kind)
+                return None
+        return text + STALE
 
     def _drop(self, namespace: bytes) -> None:
         self.engine.drop(namespace)
         self._probes.start_anew(namespace)
 
-    def _write_probes(self, namespace: bytes, *, create: bool = False) -> None:
-        """Save the results of checks in the cache directory."""
-        description = self.description(namespace) if self.root is not None else {}
-        if description.get("probed") and self.engine.tiers.directory is not None:
-            self.engine.tiers.describe(namespace, description, create=create)
-            if not self._writes_at_exit:
-                self._writes_at_exit = True
-                before_pools_end(self._write_at_exit)
-
-    def _write_at_exit(self) -> None:
-        if not self.engine.is_closed:
-            self._write_probes(self.namespace)
-
     def flush(self) -> None:
         """Return once all computed rows are as durable as the tiers make them."""
         for cache in self.methods.values():
             cache.engine.flush()
-            cache._write_probes(cache.namespace)
 
     def clear(self) -> None:
         """Forget every row of this object, on disk too."""
         for cache in self.methods.values():
             cache._drop(cache.namespace)
+            cache._backoff = Backoff(4, 16)
 
     def close(self) -> None:
         """Stop caching and free the rows in memory; later calls compute everything.
@@ -555,22 +545,14 @@ class ModuleCache:
         Waiting rows are on disk when this returns.
         """
         for cache in (self, *self.methods.values()):
-            if not cache.engine.is_closed:
-                cache._write_probes(cache.namespace)
             cache.engine.close()
 
     def leave(self) -> None:
         """Close only this cache: its method is no longer cached."""
         if self._owner.methods.get(self.method) is self:
             del self._owner.methods[self.method]
-        self._write_probes(self.namespace)
         others = self._owner.methods.values()  # their rows are in the same namespace
         self.engine.close(forgets=all(one.engine.tiers is not self.engine.tiers for one in others))
-
-    def _probed_before(self, namespace: bytes) -> Mapping[str, Any]:
-        """The results of earlier runs' checks, from the cache directory."""
-        found = self.engine.tiers.description(namespace).get("probed")
-        return found if isinstance(found, dict) else {}
 
     def _drop_mistaken(self) -> None:
         """Drop rows that may have been computed with weights other than their namespace's."""

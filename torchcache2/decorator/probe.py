@@ -1,27 +1,31 @@
-"""The probe: checks that the output of an item does not depend on the rest of its batch.
+"""The probe: the net for what no key covers. It computes found rows again, and parts of batches alone.
 
-A batch composed of items from several earlier batches reveals such a dependence. So batches are counted for
-each kind of call, by whether none, some or all items were found. The 1st, 2nd, 4th, 8th … of each are
-computed as a whole, and found rows are compared with the computed ones; so are the first 64 partly found
-batches, as the forward runs anyway. A batch that was computed as a whole before reveals nothing new, and is
-not counted when found again.
+Found rows are wrong if an item's output depends on the rest of its batch, or on something that is not in its
+key and has changed. Both show when a found batch is computed again. So of each kind of call, the 1st found
+batch of a run is computed again before it is returned, then the 2nd, 4th, 8th …, and never fewer than one in
+256. No check of another run spares one of these. Batches of which only some items were found are counted
+likewise, and so are batches that this run has computed as they are: these show changes, and no dependence.
 
-If items were missing, parts of the batch are also computed at these counts, by themselves and in another
-order. Some parts share no item, since one part may hide a dependence: if every item is divided by the largest
-of its batch, a part with the largest one equals the whole batch. Two parts of one size begin with the same
-items: as a forward rounds alike for batches of one size, these two reveal even an influence that is hardly
-larger than rounding.
+Of batches of which nothing was found, the 1st, 2nd, 4th … are followed by parts of them, computed by
+themselves and in another order. Some parts share no item, since one part may hide a dependence: if every item
+is divided by the largest of its batch, a part with the largest one equals the whole batch. Two parts of one
+size begin with the same items: as a forward rounds alike for batches of one size, these two reveal even an
+influence that is hardly larger than rounding. A batch of one item is computed twice: only its draws can
+differ.
+
+Beside the first of each kind, checks take at most 2 % of the time that the found items would have taken to
+compute, or of the time of the calls where that is more. A check that is too expensive now is due until it is
+not. The processes of a job share what the first checks have shown.
 """
 
 from __future__ import annotations
 
-import base64
-import contextlib
 import dataclasses
 import inspect
+import math
 import types
-import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
+from operator import length_hint
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,12 +36,12 @@ from xxhash import xxh3_64_intdigest
 from torchcache2.core.errors import OutputError
 from torchcache2.core.keys import Keys
 from torchcache2.core.logs import shown
-from torchcache2.core.process import ProcessLock
+from torchcache2.core.process import Marks, ProcessLock
 from torchcache2.core.rows import Rows
 from torchcache2.core.sizes import is_out_of_memory
 from torchcache2.core.values import UnstorableError
 from torchcache2.decorator.bypass import BypassError
-from torchcache2.engine.batch import Checks, is_computed_again
+from torchcache2.engine.batch import Batch, Checks, is_computed_again
 from torchcache2.engine.verify import leaf_differences
 from torchcache2.identity.arguments import BoundCall
 from torchcache2.identity.encoding import digest
@@ -45,14 +49,15 @@ from torchcache2.identity.fingerprint import Fingerprint
 from torchcache2.identity.obstacles import modules_of
 from torchcache2.identity.sourcecode import names_in
 
+_PRICE = 0.02  # share of the time of found items, or of calls, that checks may take
+_LONGEST = 256  # batches between two checks, if their price allows it
 _ALIKE = 0.75  # batches of one size differ by less than the precision to this power
 _MOST_KINDS = 1_000
 _MOST_NAMESPACES = 256
 _MOST_VALUES = 8  # if so many kinds, different only in values, have one result, assume it for the others
-_ALL_MIXED = 64  # partly found batches that are all checked, as the forward runs anyway
-_BYTES = 1 << 14  # of the Bloom filter of batches computed as a whole
-_WHOLE = "whole"  # its name among the kinds, whose names are hexadecimal
-_MISSED, _MIXED, _FOUND = range(3)  # batches of which no, some, and all items were found
+_MOST_WHOLE = 1 << 16  # batches known to be computed as a whole
+_MOST_STALE = 3  # verdicts of one kind that its rows are stale; what is stale again and again is not cached
+_MISSED, _MIXED, _FOUND, _AGAIN = range(4)  # no, some, and all items were found; all, of a batch as computed
 _COLLECTIVES = {
     *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all"),
     *("all_to_all_single", "barrier", "broadcast", "gather_for_metrics", "reduce_scatter"),
@@ -65,175 +70,221 @@ _TALKING = ("torch.distributed", "torch.nn.parallel.distributed")  # modules of 
 class Kind:
     """Calls that are equal except for their items share one series of checks.
 
-    `code` is a digest of the module's code and of the form of the arguments, without weights and values.
-    `counts` are the numbers of batches of which no, some, and all items were found; empty if an item's output
-    depends on its batch.
+    Attributes
+    ----------
+    name : str
+        A digest of the arguments other than items, and of the form of the items.
+    code : bytes
+        A digest of the module's code and of the form of the arguments, without weights and values.
+    is_mixing : bool
+        Whether an item's output depends on its batch.
+    counts, due : list of int
+        By what was found: batches so far, and the number of the next one to check.
+    items, seconds : float
+        Found items, and the time of all calls without checks.
+    pace : float
+        Seconds to compute an item; infinite if none was computed here.
+    spent, extra : float
+        Seconds of checks beside the first of each series; what a check takes beside its forward.
     """
 
-    namespace: bytes
     name: str
-    code: bytes = b""
-    counts: list[int] = dataclasses.field(default_factory=lambda: [0, 0, 0])
+    code: bytes
+    is_mixing: bool = False
+    counts: list[int] = dataclasses.field(default_factory=lambda: [0] * 4)
+    due: list[int] = dataclasses.field(default_factory=lambda: [1] * 4)
+    items: int = 0
+    seconds: float = 0.0
+    pace: float = math.inf
+    spent: float = 0.0
+    extra: float = 0.0
+
+    def affords(self, items: int) -> bool:
+        """Whether computing so many items again keeps to the price."""
+        if self.pace == math.inf:
+            return items <= _PRICE * self.items
+        allowed = _PRICE * max(self.items * self.pace, self.seconds)
+        return self.spent + self.extra + items * self.pace <= allowed
+
+    def checked(self, what: int) -> None:
+        """Have the next batch checked that comes after twice as many, or after 256."""
+        count = self.counts[what]
+        self.due[what] = min(1 << count.bit_length(), count + _LONGEST)
 
 
 class Probes:
-    """Results of the checks of one decorator's modules or functions; safe under threads.
+    """Results of this run's checks of one decorator's modules or functions; safe under threads.
 
-    Per namespace: its kinds by name, and the batches computed as a whole, in a Bloom filter with one bit per
-    batch. After 1,300 batches, 1 in 100 new ones hits the bit of another one, and is not checked.
+    A forked child shares `marks` with its parent: the first checks that have shown no fault.
     """
 
     def __init__(self) -> None:
+        self.marks = Marks()
         self._lock = ProcessLock()
-        self._by_group: dict[bytes, Kind] = {}
-        self._kinds: dict[bytes, dict[str, Kind]] = {}
-        self._whole: dict[bytes, bytearray] = {}
+        self._by_group: dict[tuple[bytes, int], Kind] = {}
+        self._kinds: dict[bytes, dict[str, Kind]] = {}  # by namespace and name
         self._mixing: dict[bytes, set[str]] = {}  # names of dependent kinds, by `Kind.code`
+        self._stale: dict[bytes, int] = {}  # verdicts, by `Kind.code`
+        self._whole = set[int]()  # batches that this run has computed as a whole
+        self._drops = 0  # so that marks of dropped rows do not count
 
-    def kind(
-        self,
-        group: bytes,
-        fingerprint: Fingerprint,
-        call: BoundCall,
-        recall: Callable[[bytes], Mapping[str, Any]],
-        method: str = "forward",
-    ) -> Kind:
-        """The kind of a call of a method whose keys have this group.
-
-        ``recall(namespace)`` returns the `document` that earlier runs saved.
-        """
-        kind = self._by_group.get(group)
+    def kind(self, group: bytes, fingerprint: Fingerprint, call: BoundCall, method: str = "forward") -> Kind:
+        """The kind of a call of a method whose keys have this group."""
+        spread = _spread(call)
+        kind = self._by_group.get((group, spread))
         if kind is None:
             with self._lock():
-                if fingerprint.namespace not in self._kinds:
-                    self._read(fingerprint.namespace, recall(fingerprint.namespace))
                 if len(self._by_group) >= _MOST_KINDS:
                     self._by_group = {}
-                kind = self._by_group[group] = self._kind(fingerprint, call, method)
+                kind = self._by_group[group, spread] = self._kind(fingerprint, call, method, spread)
         return kind
 
-    def _read(self, namespace: bytes, document: Mapping[str, Any]) -> None:
+    def _kind(self, fingerprint: Fingerprint, call: BoundCall, method: str, spread: int) -> Kind:
         if len(self._kinds) >= _MOST_NAMESPACES:
-            self._kinds, self._whole, self._mixing, self._by_group = {}, {}, {}, {}
-        kinds, whole = {}, bytearray(_BYTES)
-        for name, found in document.items():  # do not trust it: any program may have written this
-            if name == _WHOLE:
-                with contextlib.suppress(TypeError, ValueError, zlib.error):
-                    data = zlib.decompressobj().decompress(base64.b64decode(found, validate=True), _BYTES)
-                    whole = bytearray(data) if len(data) == _BYTES else whole
-            elif isinstance(found, list) and len(found) in (0, 3) and all(type(n) is int for n in found):
-                kinds[name] = Kind(namespace, name, counts=[max(n, 0) for n in found])
-        self._kinds[namespace], self._whole[namespace] = kinds, whole
-
-    def _kind(self, fingerprint: Fingerprint, call: BoundCall, method: str) -> Kind:
-        namespace, kinds = fingerprint.namespace, self._kinds[fingerprint.namespace]
+            self._kinds, self._mixing, self._stale, self._by_group = {}, {}, {}, {}
+        kinds = self._kinds.setdefault(fingerprint.namespace, {})
         leaves = [(path, str(tensor.dtype), tensor.dim()) for path, tensor in call.leaves]
-        form = repr([method, sorted({*call.names, *call.kwargs}), leaves]).encode("utf-8", "surrogatepass")
+        text = repr([method, spread, sorted({*call.names, *call.kwargs}), leaves])
+        form = text.encode("utf-8", "surrogatepass")
         name, code = digest([form, call.context]).hex(), digest([fingerprint.code, form])
-        mixing, counts = self._mixing.get(code, set()), [0, 0, 0]
+        mixing = self._mixing.get(code, set())
         if name in mixing:  # a module that has mixed items is not checked again after a change of weights
-            counts = []
-        elif name not in kinds:
+            return Kind(name, code, is_mixing=True)
+        if name not in kinds:
             alike = sum(kind.code == code and any(kind.counts) for kind in kinds.values())
             if alike + len(mixing) >= _MOST_VALUES:
                 if mixing:  # some values make it mix items, so do not try unknown ones
-                    return Kind(namespace, name, code, [])
-                name, counts = digest([form]).hex(), [alike, 0, 0]
+                    return Kind(name, code, is_mixing=True)
+                name = digest([form]).hex()
             if len(kinds) >= _MOST_KINDS:
                 kinds.clear()
-        kind = kinds.setdefault(name, Kind(namespace, name, code, counts))
-        kind.code, kind.counts = code, kind.counts if counts else []
-        return kind
+        return kinds.setdefault(name, Kind(name, code))
 
-    def count(self, kind: Kind, what: int) -> int:
-        """Count a batch; returns the new count."""
-        with self._lock():
-            if kind.counts:  # else another thread has just found a dependence
-                kind.counts[what] += 1
-            return kind.counts[what] if kind.counts else 0
+    def mark(self, namespace: bytes, kind: Kind, what: int) -> int:
+        """The number under which `marks` knows the first check of a series."""
+        return xxh3_64_intdigest(repr([namespace, kind.name, what, self._drops]).encode())
 
     def depends(self, kind: Kind) -> None:
-        """Record that an item's output depends on its batch."""
+        """Record that an item's output depends on its batch, in this run."""
         with self._lock():
-            kind.counts = []
+            kind.is_mixing = True
             self._mixing.setdefault(kind.code, set()).add(kind.name)
             self._by_group = {}  # holds for other weights too
+
+    def is_steady(self, kind: Kind) -> bool:
+        """Record that found rows were stale; returns whether to keep rows of such calls all the same."""
+        with self._lock():
+            self._stale[kind.code] = self._stale.get(kind.code, 0) + 1
+            return self._stale[kind.code] < _MOST_STALE
 
     def start_anew(self, namespace: bytes) -> None:
         """Restart the checks of a namespace, whose rows were dropped."""
         with self._lock():
-            for kind in self._kinds.get(namespace, {}).values():
-                kind.counts = [0 for _ in kind.counts]
-            if namespace in self._whole:
-                self._whole[namespace] = bytearray(_BYTES)
+            for kind in self._kinds.pop(namespace, {}).values():
+                self._mixing.pop(kind.code, None)
+            self._by_group = {}
+            self._whole.clear()
+            self._drops += 1
 
     def is_whole(self, keys: Keys) -> bool:
-        """Whether a batch was computed as a whole."""
-        whole, at = self._whole.get(keys.namespace), xxh3_64_intdigest(keys.data.data)
-        return whole is not None and bool(whole[at % _BYTES] >> (at >> 61) & 1)
+        """Whether this run has computed a batch as it is."""
+        return xxh3_64_intdigest(keys.data.data) in self._whole
 
     def add_whole(self, keys: Keys) -> None:
-        """Record that a batch was computed as a whole."""
-        whole, at = self._whole.get(keys.namespace), xxh3_64_intdigest(keys.data.data)
-        if whole is not None:
-            whole[at % _BYTES] |= 1 << (at >> 61)
+        """Record that this run has computed a batch as it is."""
+        if len(self._whole) >= _MOST_WHOLE:
+            self._whole.clear()
+        self._whole.add(xxh3_64_intdigest(keys.data.data))
 
-    def document(self, namespace: bytes) -> dict[str, Any]:
-        """All results for a namespace, as JSON, to save for later runs."""
-        with self._lock():
-            if namespace not in self._kinds:
-                return {}
-            counts = {name: list(kind.counts) for name, kind in self._kinds[namespace].items()}
-            return {**counts, _WHOLE: base64.b64encode(zlib.compress(self._whole[namespace])).decode()}
+
+def _spread(call: BoundCall) -> int:
+    """0 for a batch of one item; 2 if entries of an argument differ in length; else 1.
+
+    A forward that pads entries to the longest shows that it does so only where they differ.
+    """
+    if call.batch_size < 2:
+        return 0
+    taken = call.taken | call.aligned_ids
+    for value in (*call.args, *call.kwargs.values()) if taken else ():
+        is_uniform = isinstance(value, np.ndarray) and value.dtype.kind not in "OU"
+        if id(value) in taken and not is_uniform and len(set(map(length_hint, value))) > 1:
+            return 2
+    return 1
 
 
 class CallChecks(Checks):
     """The checks of one call; raises `BypassError` if its items are known to depend on their batch.
 
     When a check is due, ``may_run(is_found)`` returns whether the forward can run just for it; `is_found`:
-    for a batch that is all found.
+    for a batch that is all found. Other processes of the job may have added to `marks`.
     """
 
-    def __init__(self, probes: Probes, kind: Kind, keys: Keys, may_run: Callable[[bool], bool]) -> None:
-        if not kind.counts:
+    def __init__(
+        self, probes: Probes, kind: Kind, keys: Keys, may_run: Callable[[bool], bool], marks: Marks | None
+    ) -> None:
+        if kind.is_mixing:
             raise BypassError.because("batch", "an item's output depends on the rest of its batch")
         self.kind = kind
-        self.computes_parts = False  # whether to compute parts of the batch by themselves
-        self.is_conclusive = True  # whether the forward has computed the requested items
         self._probes, self._keys, self._may_run = probes, keys, may_run
-        self._counted: int | None = None
+        self._marks = probes.marks if marks is None else marks
+        self._what = _MISSED
+        self._is_checked = self._is_first = False
 
     def is_due(self, found: int) -> bool:
         """Whether to compute the whole batch; `found` of its items were found."""
-        count = len(self._keys)
-        what = _MISSED if not found else _FOUND if found == count else _MIXED
-        if count == 0 or (self._probes.is_whole(self._keys) if what == _FOUND else count == 1):
+        kind, count = self.kind, len(self._keys)
+        if count == 0:
             return False
-        self._counted, counts = what, self.kind.counts
-        if not counts:  # another thread has just found a dependence
+        what = _MISSED if not found else _MIXED if found < count else _FOUND
+        if what == _FOUND and self._probes.is_whole(self._keys):
+            what = _AGAIN
+        self._what = what
+        kind.counts[what] += 1
+        if kind.due[what] == 1 and self._mark() in self._marks:  # another process has checked the first
+            kind.due[what] = 2
+        self._is_first = kind.due[what] == 1
+        is_turn = kind.counts[what] >= kind.due[what] and (
+            self._is_first or kind.affords(found or (count + 1) // 2)
+        )
+        if not (is_turn or (found and is_computed_again())):
             return False
-        is_turn = _is_power(counts[what] + 1)
-        is_early = what == _MIXED and counts[what] < _ALL_MIXED
-        if not (is_turn or is_early or (found and is_computed_again())):
+        if not self._may_run(what >= _FOUND):
+            self.give_up(found)
             return False
-        if not self._may_run(what == _FOUND):
-            return False
-        self.computes_parts = is_turn and what != _FOUND
+        self._is_checked = is_turn
+        self.computes_parts = is_turn and what < _FOUND
         return True
+
+    def give_up(self, found: int) -> None:
+        """Record that the forward cannot run here to check `found` rows; later ones may be checked."""
+        self.unchecked += found
+        self._is_checked = False
+        self.kind.checked(self._what)
 
     def computed_whole(self) -> None:
         """Record that one forward has computed this batch."""
         self._probes.add_whole(self._keys)
 
-    def settle(self) -> bool:
-        """Count this batch; returns whether the results should be saved."""
-        if self._counted is None or not self.is_conclusive:
-            return False
-        return _is_power(self._probes.count(self.kind, self._counted))
+    def settle(self, batch: Batch, seconds: float) -> None:
+        """Count the time of this batch, and its check."""
+        kind = self.kind
+        kind.items += len(self._keys) - batch.misses
+        kind.seconds += max(0.0, seconds - self.seconds)
+        if batch.computed:
+            kind.pace = min(kind.pace, max(0.0, batch.seconds - self.of_parts) / batch.computed)
+        if not self._is_checked:
+            return
+        if not self._is_first:
+            kind.spent += self.seconds
+        if self._what >= _FOUND:
+            kind.extra = max(0.0, self.seconds - batch.seconds)
+        if self.is_conclusive:
+            kind.checked(self._what)
+            if self._is_first:
+                self._marks.add(self._mark())
 
-
-def _is_power(number: int) -> bool:
-    return number & (number - 1) == 0
+    def _mark(self) -> int:
+        return self._probes.mark(self._keys.namespace, self.kind, self._what)
 
 
 def talks(root: Any, fingerprint: Fingerprint) -> bool:
@@ -262,7 +313,7 @@ def _parts(keys: Keys) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(tuple(part.tolist()) for part in chosen if len(part)))
 
 
-class _Difference(NamedTuple):
+class Difference(NamedTuple):
     """How an item's output depends on its batch, and how that was found; see `batch_advice`."""
 
     text: str
@@ -291,7 +342,7 @@ class Probe:
         self._dtypes, self._pads = dtypes, pads
         self._parts: list[tuple[Sequence[int], Rows]] = []
 
-    def dependence(self) -> _Difference | None:
+    def dependence(self) -> Difference | None:
         """How items depend on their batch; None if no dependence was found."""
         aligned = bool(self._call.aligned)
         found = self._repetition()
@@ -307,7 +358,7 @@ class Probe:
                 break
         return found
 
-    def _repetition(self) -> _Difference | None:
+    def _repetition(self) -> Difference | None:
         """How the outputs of equal items in the batch differ; None if they do not."""
         found = self._keys.first_positions()
         if found is None:
@@ -316,10 +367,10 @@ class Probe:
         expected = self._whole.take(torch.from_numpy(first[inverse]))
         text = self._worst(expected, self._whole, range(len(self._keys)), 0.5)
         return (
-            None if text is None else _Difference(f"{text} from that of an equal item of its batch", "repeat")
+            None if text is None else Difference(f"{text} from that of an equal item of its batch", "repeat")
         )
 
-    def _difference(self, part: Sequence[int], aligned: bool) -> _Difference | None:
+    def _difference(self, part: Sequence[int], aligned: bool) -> Difference | None:
         """How the output of some items differs when computed by themselves; None if it does not."""
         count = len(part)
         if self._pads:
@@ -328,15 +379,15 @@ class Probe:
         try:
             return self._compared(self._alone(part, aligned), part)
         except (UnstorableError, OutputError) as error:
-            return _Difference(str(error), "shape")
+            return Difference(str(error), "shape")
         except Exception as error:
             if is_out_of_memory(error):
                 self.is_conclusive = False
                 return None
             text = f"the forward of {count} of its {len(self._keys)} items raises {shown(error)}"
-            return _Difference(text, "raises")
+            return Difference(text, "raises")
 
-    def _compared(self, rows: Rows, part: Sequence[int]) -> _Difference | None:
+    def _compared(self, rows: Rows, part: Sequence[int]) -> Difference | None:
         """How the rows of some items differ from those of the whole batch; None if they do not."""
         batches = f"in a batch of {len(part)} and of {len(self._keys)}"
         expected = self._whole.take(torch.tensor(part, dtype=torch.int64, device="cpu"))
@@ -344,18 +395,18 @@ class Probe:
             for leaf, other in zip(rows.schema.leaves, expected.schema.leaves, strict=False):
                 if leaf != other and rows.schema.structure == expected.schema.structure:
                     forms = f"{leaf.dtype} {leaf.shape} and {other.dtype} {other.shape}"
-                    return _Difference(f"output{leaf.path} is {forms} an item {batches}", "shape")
-            return _Difference(f"the output has another structure {batches}", "structure")
+                    return Difference(f"output{leaf.path} is {forms} an item {batches}", "shape")
+            return Difference(f"the output has another structure {batches}", "structure")
         found = self._worst(expected, rows, part, 0.5)
         if found is not None:
-            return _Difference(f"{found} {batches}", "values")
+            return Difference(f"{found} {batches}", "values")
         for other_part, others in self._parts:
             same = [a == b for a, b in zip(part, other_part, strict=False)]
             shared = [*same, False].index(False)
             if 0 < shared < len(part) == len(other_part):
                 found = self._worst(others.head(shared), rows.head(shared), part, _ALIKE)
                 if found is not None:
-                    return _Difference(f"{found} in two batches of {len(part)}", "rounding")
+                    return Difference(f"{found} in two batches of {len(part)}", "rounding")
         self._parts.append((part, rows))
         return None
 

@@ -81,17 +81,30 @@ class Checks:
         Whether to compute parts of the batch by themselves, too.
     is_conclusive : bool
         Whether the forward could compute the requested items.
+    seconds, of_parts : float
+        Time spent on checks: in all, and on parts of the batch.
+    unchecked : int
+        Found items that were due to be checked, but whose forward could not run.
     """
 
     computes_parts = False
     is_conclusive = True
+    seconds = of_parts = 0.0
+    unchecked = 0
 
     def is_due(self, found: int) -> bool:
         """Whether to compute the whole batch; `found` of its items were found."""
         return False
 
+    def give_up(self, found: int) -> None:
+        """Record that the forward cannot run to check `found` rows."""
+        self.unchecked += found
+
     def computed_whole(self) -> None:
         """Record that one forward has computed the rows of the whole batch."""
+
+    def settle(self, batch: Batch, seconds: float) -> None:
+        """Record that a batch took so many seconds in all."""
 
 
 class Source(Protocol):

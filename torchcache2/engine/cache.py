@@ -161,7 +161,7 @@ class Cache:
             If there is no memory for the cache's own work.
         """
         start = time.perf_counter() if since is None else since
-        batch = Batch(keys, source, self.settings)
+        batch, checks = Batch(keys, source, self.settings), source.checks
         try:
             output = self._output(batch)
         except Exception as error:
@@ -169,13 +169,17 @@ class Cache:
                 raise
             self.do_without(len(keys), error)
             raise OwnMemoryError(error) from None
+        seconds = time.perf_counter() - start
         self.counters.count(
             hits=len(keys) - batch.misses,
             misses=batch.misses,
             computed=batch.computed,
             seconds=batch.seconds,
-            spent=time.perf_counter() - start - batch.seconds,
+            spent=seconds - batch.seconds,
         )
+        if checks.seconds or checks.unchecked:
+            self.counters.add(seconds_checking=checks.seconds, unchecked=checks.unchecked)
+        checks.settle(batch, seconds)
         return output
 
     def _output(self, batch: Batch) -> Any:
@@ -185,11 +189,16 @@ class Cache:
         hits = self.find(batch)
         if hits is None:
             return self.not_stacked(batch)
-        if hits.rows is None or len(hits.positions) < len(batch.keys):
-            return self._computed(batch, hits)
-        if len(hits.checked):
-            self.checked(lambda: self._computed(batch, hits))
-        return batch.output(hits.rows)
+        start, found = time.perf_counter(), len(hits.positions)
+        if hits.rows is None or found < len(batch.keys):
+            output = self._computed(batch, hits)
+        else:
+            if len(hits.checked):
+                self.checked(batch, hits)
+            output = batch.output(hits.rows)
+        if batch.is_checked:
+            batch.source.checks.seconds += (time.perf_counter() - start) * found / len(batch.keys)
+        return output
 
     def find(self, batch: Batch) -> Hits | None:
         """The rows that the tiers have; None if rows of different schemas do not stack."""
@@ -301,13 +310,14 @@ class Cache:
             raise NotStoredError("stack", "items have outputs of another shape in another batch", output)
         return output
 
-    def checked(self, compute: Callable[[], Any]) -> None:
-        """Compute items to check their rows; if the forward cannot run now, skip the check."""
+    def checked(self, batch: Batch, hits: Hits) -> None:
+        """Compute items of a found batch to check their rows; skip that if the forward cannot run now."""
         try:
-            compute()
+            self._computed(batch, hits)
         except NotStoredError:
             raise
         except Exception as error:
+            batch.source.checks.give_up(len(hits.checked))
             logger.debug("%s: rows that were found are not checked: %r", self.name, error)
 
     def _mismatch(self, batch: Batch, hits: Hits, asked: Positions, rows: Rows) -> str | None:

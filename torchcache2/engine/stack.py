@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from torchcache2.core.keys import Flags, Keys
-from torchcache2.core.process import ProcessLock
+from torchcache2.core.process import Marks, ProcessLock
 from torchcache2.core.rows import Parts, Rows, merged
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import is_out_of_memory
@@ -222,15 +222,10 @@ class TierStack:
             self._users.describe(namespace, source.description(namespace))
         return max([tier.put(keys, rows) for tier in tiers])
 
-    def describe(self, namespace: bytes, description: Mapping[str, Any], *, create: bool) -> None:
-        """Update the description of a namespace in the tiers.
-
-        A tier without one gets it with the first rows, or at once with `create`.
-        """
-        if namespace in self._users.described:
-            self._users.describe(namespace, description)
-        for tier in self.tiers:
-            tier.describe(namespace, description, create=create)
+    @property
+    def marks(self) -> Marks | None:
+        """What the processes of the job have checked, if tiers are in memory that they share."""
+        return next((tier.marks for tier in self.tiers if tier.marks is not None), None)
 
     def description(self, namespace: bytes) -> dict[str, Any]:
         """The description of a namespace in the cache directory; empty if there is none."""

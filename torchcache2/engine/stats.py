@@ -13,7 +13,7 @@ from torchcache2.core.sizes import size_text
 
 _UNKNOWN = "not known: no miss was timed"
 # Counts of one cache; the others are of tiers, which several caches may share.
-ADDED_UP = (*("hits", "misses", "verified", "mismatched", "seconds_computed"),)
+ADDED_UP = ("hits", "misses", "verified", "mismatched", "unchecked", "seconds_computed", "seconds_checking")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,11 +58,16 @@ class CacheStats:
     faults : int
         Failed calls: of the operating system for the cache directory, of servers, and of a bucket.
     verified : int
-        Hits that were computed again; see the option `verify`.
+        Hits that were computed again, by the options `probe` and `verify`.
     mismatched : int
         Verified hits that differed.
+    unchecked : int
+        Hits that were due to be computed again, where the forward could not run: its weights are not loaded,
+        it communicates with other processes, or it raised an error.
     seconds_computed : float
         Time spent in the plain forward, without bypasses.
+    seconds_checking : float
+        Time spent by `probe` on computing found items again, and parts of batches by themselves.
     seconds_saved : float or None
         An estimate: hits times the time of a miss, minus the time that the cache itself took. The time of a
         miss is the median over the last computed batches, so that first calls and compilation do not count.
@@ -92,7 +97,9 @@ class CacheStats:
     faults: int = 0
     verified: int = 0
     mismatched: int = 0
+    unchecked: int = 0
     seconds_computed: float = 0.0
+    seconds_checking: float = 0.0
     seconds_saved: float | None = 0.0
 
     @property
@@ -125,7 +132,9 @@ class CacheStats:
             ("faults", faults, self.corrupt or self.faults),
             ("computed", f"{self.seconds_computed:.2f} s", True),
             ("saved", saved, True),
+            ("checking", f"{self.seconds_checking:.2f} s", self.seconds_checking),
             ("verified", f"{self.verified:,}, of which {self.mismatched:,} differed", self.verified),
+            ("unchecked", f"{self.unchecked:,} hits, as the forward could not run", self.unchecked),
         ]
         return [(name, text) for name, text, happened in lines if happened]
 
@@ -146,8 +155,8 @@ class Counters:
 
     def __init__(self) -> None:
         self._lock = ProcessLock()
-        self.hits = self.misses = self.verified = self.mismatched = 0
-        self.seconds_computed = self.seconds_spent = 0.0
+        self.hits = self.misses = self.verified = self.mismatched = self.unchecked = 0
+        self.seconds_computed = self.seconds_spent = self.seconds_checking = 0.0
         self.bypasses: dict[str, int] = {}
         self._paces: deque[float] = deque(maxlen=101)  # seconds per row in the last computed batches
 

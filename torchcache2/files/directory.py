@@ -267,33 +267,6 @@ class CacheDirectory:
             return {}
         return document if isinstance(document, dict) else {}
 
-    def describe(self, namespace: bytes, fingerprint: Mapping[str, Any], *, create: bool) -> bool:
-        """Add the results of probes to ``fingerprint.json``; returns whether that changed anything.
-
-        Replaces the file rather than modifying it. Users of the namespace hold locks on the old file: it
-        keeps a temporary name until they release it. With `create`, makes the file if there is none.
-        """
-        before = self.fingerprint(namespace.hex())
-        if not before:
-            if create:
-                self.prepare(namespace, fingerprint)
-            return False
-        found = before.get("probed")
-        found = found if isinstance(found, dict) else {}
-        dependent = {name: value for name, value in found.items() if value == []}
-        probed = {**found, **fingerprint.get("probed", {}), **dependent}
-        hold = self.hold(namespace) if probed != found else None
-        if hold is None:
-            return False  # nothing new, or another process is deleting the namespace
-        path = os.path.join(self.folder(namespace), FINGERPRINT)
-        text = json.dumps({**before, "probed": probed}, indent=1, sort_keys=True)
-        try:
-            self.fs.link(path, f"{path}.{ulid()}")
-            self._write(path, text.encode(), replaces=True)
-        except FileNotFoundError:  # the namespace was deleted although in use
-            return False
-        return True
-
     def enter(self, namespace: bytes, fingerprint: Mapping[str, Any]) -> Descriptor | None:
         """Make a namespace's folder, and mark it as in use as long as the result exists.
 

@@ -44,10 +44,7 @@ def deleting(directory: CacheDirectory) -> FileLock:
 def claimed(directory: CacheDirectory, namespace: str) -> Iterator[bool | None]:
     """Yields True if no process uses a namespace; then none can begin to before the context ends.
 
-    False if one may use it; None if the namespace has no ``fingerprint.json`` to lock.
-
-    Users of a namespace lock its fingerprint. When `CacheDirectory.describe` replaces the fingerprint, the
-    old file keeps a temporary name, so its users can still be seen.
+    False if one may use it; None if the namespace has no ``fingerprint.json`` to lock, as its users do.
     """
     fs, path = directory.fs, os.path.join(directory.path, namespace, FINGERPRINT)
     file: Descriptor | None = None
@@ -56,14 +53,6 @@ def claimed(directory: CacheDirectory, namespace: str) -> Iterator[bool | None]:
         with contextlib.suppress(FileNotFoundError, StrangeFileError):
             file = fs.open(path)
             claim = _lock_alone(fs, file) and fs.same(file, path)
-        temporary = directory.contents(namespace).temporary if claim is not False else []
-        for name in [info.name for info in temporary if info.name.startswith(FINGERPRINT)]:
-            with contextlib.suppress(FileNotFoundError, StrangeFileError):
-                other = fs.open(os.path.join(directory.path, namespace, name))
-                if file is not None and fs.same(other, path):
-                    continue  # a second name of the file locked here, left by a dead process
-                claim = claim if _lock_alone(fs, other) else False
-                fs.unlock(other)  # replaced files get no new users
         if claim is None and fs.is_file(path):
             claim = False  # another process has just begun to use it
         yield claim

@@ -238,7 +238,8 @@ class NamespaceKeeper:
         self._parts = {name: digest([data]) for name, data in walk.parts.items()}
         self._values = texts_of(walk.parts) | walk.texts()
         options = {"option cache_dtype": str(self._settings.cache_dtype)}
-        options |= {"option ignore": str(self._settings.ignore)} if self._settings.ignore else {}
+        given = {"ignore": self._settings.ignore or None, "version": self._settings.version}
+        options |= {f"option {name}": str(value) for name, value in given.items() if value is not None}
         self._parts |= {name: text.encode() for name, text in options.items()}
         self._values |= options
         self.ignored = sorted(walk.ignored)
@@ -297,7 +298,8 @@ class NamespaceKeeper:
         parts |= {f"weights {path}": data for path, data in digests.items()}
         values = self._values | {f"weights {path}": text for path, text in self._tensors.forms().items()}
         if name is not None:
-            parts = {part: self._parts[part] for part in ("format", "option cache_dtype")}
+            options = ("format", "option cache_dtype", "option version")
+            parts = {part: self._parts[part] for part in options if part in self._parts}
             parts["persistent_module_hash"] = name.encode()
         fingerprint = Fingerprint.of_parts(parts, values)
         if self._tensors.is_late:

@@ -17,7 +17,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -25,6 +25,7 @@ import torch
 
 from torchcache2.core.keys import Flags, Keys, Positions
 from torchcache2.core.logs import ToldOnce
+from torchcache2.core.process import Marks
 from torchcache2.core.rows import Rows, Schema
 from torchcache2.files.directory import CacheDirectory
 
@@ -243,8 +244,10 @@ class Tier(abc.ABC):
             "faults": stats.faults,
         }
 
-    def describe(self, namespace: bytes, description: Mapping[str, Any], *, create: bool) -> None:  # noqa: B027
-        """Replace the description of a namespace; if it has none yet, only with `create`."""
+    @property
+    def marks(self) -> Marks | None:
+        """What the processes that share the tier's memory have checked; None if none do."""
+        return None
 
     def later(self, function: Callable[..., None], *args: object) -> None:
         """Call a function in a new thread, as the garbage collector may have called in the middle of work."""

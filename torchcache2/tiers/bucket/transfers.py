@@ -17,7 +17,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torchcache2.core.errors import DamagedError, UnreadableError
 from torchcache2.core.sizes import parse_size
@@ -34,7 +34,6 @@ from torchcache2.files.directory import (
     Contents,
     stated_format,
 )
-from torchcache2.files.filesystem import FileInfo
 from torchcache2.files.layout import FORMAT_VERSION, HEAD, pack, parse_head, read_head, write_head
 from torchcache2.files.removal import deleting, in_use, used_bytes
 from torchcache2.tiers.bucket.objects import Objects
@@ -89,7 +88,7 @@ class _Namespace:
         self.done: set[str] = set()  # files that the bucket has, or that cannot be read here
         self.is_written = False  # by this process
         self.packed = ""  # heads up to this segment need no pack
-        self.described: FileInfo | None = None  # the local fingerprint that the bucket includes
+        self.is_described = False  # whether the bucket has the fingerprint
 
 
 class Uploads:
@@ -122,7 +121,7 @@ class Uploads:
             fresh = _behind(one, known.packed) if known.is_written and not lacking(one) else []
             if len(fresh) >= LEAST_PACKED:
                 found.append(Transfer(one.namespace, _stem(fresh[-1]) + PACK))
-            if (one.segments or one.heads) and one.others and one.others[0] != known.described:
+            if (one.segments or one.heads) and one.others and not known.is_described:
                 found.append(Transfer(one.namespace, FINGERPRINT))
         return found
 
@@ -268,45 +267,15 @@ class Uploads:
                 known.there[name] = len(data)
 
     def _describe(self, namespace: str, known: _Namespace) -> bool:
-        """Have the bucket's fingerprint say all that the local one says."""
-        files = self._directory.contents(namespace).others
-        if not files or known.there is None:
-            return True
-        name = f"{namespace}/{FINGERPRINT}"
-        local, remote = self._directory.fingerprint(namespace), dict[str, Any]()
-        if FINGERPRINT in known.there:  # it may be another one by now
-            data = self._objects.texts([name], _MOST_TEXT).get(name)
-            if data is None and self._objects.cause is not None:
+        """Upload the fingerprint, unless the bucket has one."""
+        document = self._directory.fingerprint(namespace)
+        if document and known.there is not None and FINGERPRINT not in known.there:
+            text = json.dumps(document, indent=1, sort_keys=True).encode()
+            if not self._objects.write(f"{namespace}/{FINGERPRINT}", text):
                 return False
-            with contextlib.suppress(ValueError, RecursionError):
-                document = json.loads(data or b"")
-                remote = document if isinstance(document, dict) else {}
-        both = {**local, **remote}
-        if probed := _probed(local.get("probed"), remote.get("probed")):
-            both["probed"] = probed
-        text = json.dumps(both, indent=1, sort_keys=True).encode()
-        if both != remote and not self._objects.write(name, text):
-            return False
-        known.there[FINGERPRINT] = len(text)
-        known.described = files[0]
+            known.there[FINGERPRINT] = len(text)
+        known.is_described = True
         return True
-
-
-def _probed(local: Any, remote: Any) -> dict[str, Any]:
-    """Merge two descriptions' results of probes, by kind of call.
-
-    An empty list, for items that depend on their batch, is final; else more batches win.
-    """
-    found: dict[str, Any] = dict(remote) if isinstance(remote, dict) else {}
-    for kind, mine in local.items() if isinstance(local, dict) else []:
-        theirs = found.get(kind)
-        if theirs is None or (theirs != [] and (mine == [] or _batches(mine) > _batches(theirs))):
-            found[kind] = mine
-    return found
-
-
-def _batches(counts: Any) -> int:
-    return sum(one for one in counts if type(one) is int) if isinstance(counts, list) else 0
 
 
 _ABOUT_TO_WRITE = 1.0  # seconds

@@ -9,7 +9,6 @@ Thread-safe; processes may share a directory, since files appear whole and never
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -204,24 +203,6 @@ class DiskTier(Tier):
         delete_files(self._index, self._health, namespace)
         if self.bucket is not None:
             self.bucket.drop(namespace)
-
-    def describe(self, namespace: bytes, description: Mapping[str, Any], *, create: bool) -> None:
-        """Update ``fingerprint.json``; if there is none yet, only with `create`."""
-        folder = self.directory.folder(namespace)
-        if not self._health.may_write(folder) or self._index.closed:
-            return
-        try:
-            if not self.directory.describe(namespace, description, create=create):
-                return
-        except Exception as error:
-            self._health.write_fault(error, folder)
-            return
-        with self._lock():
-            index = self._index.namespaces.get(namespace)
-            if index is not None:
-                index.hold()  # the locked file has been replaced
-        with contextlib.suppress(OSError):
-            remove_leftovers(self.directory, namespace.hex())  # the old file, unless another process holds it
 
     def flush(self) -> None:
         """Return once all rows put so far are sealed, or queued again after a fault."""
