@@ -89,10 +89,7 @@ _OPTIONS = {
         "None or a non-empty str", lambda name: name is None or (isinstance(name, str) and name != "")
     ),
     "version": _Option(
-        "None, a text or an int",
-        lambda version: (
-            version is None or (isinstance(version, (str, int)) and not isinstance(version, bool))
-        ),
+        "None, a text or an int", lambda version: version is None or type(version) in (str, int)
     ),
     "compression": _one_of(Compression),
     "memory_cache_device": _Option(

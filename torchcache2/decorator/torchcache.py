@@ -76,6 +76,7 @@ def torchcache(
     persistent: bool | None = None,
     persistent_cache_dir: str | os.PathLike[str] | None = None,
     persistent_module_hash: str | None = None,
+    version: str | int | None = None,
     max_memory_cache_size: Size = 1_000_000_000,
     max_persistent_cache_size: Size = 10_000_000_000,
     compression: Compression = "brotli",
@@ -119,7 +120,7 @@ def torchcache(target: Any = None, /, **options: Any) -> Any:
         ``methods``: the names of the methods to cache, exactly these; by default that is ``forward``. And the
         fields of `CacheSettings`:
         `enabled`, `subsample_count`, `persistent`, `persistent_cache_dir`, `persistent_module_hash`,
-        `max_memory_cache_size`, `max_persistent_cache_size`, `compression`, `compression_quality`,
+        `version`, `max_memory_cache_size`, `max_persistent_cache_size`, `compression`, `compression_quality`,
         `memory_cache_device`, `cache_dtype`, `policy`, `shared_args`, `item_args`, `ignore`, `probe`,
         `strict`, `miss_batch`, `verify`, `distributed`, `claims`, `local_dir`,
         `storage_options`, `remote_size`.
