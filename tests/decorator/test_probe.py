@@ -92,54 +92,6 @@ def test_without_the_probe_nothing_is_checked(sizes):
     assert sizes == [6]
 
 
-def test_the_first_second_and_fourth_batch_of_a_kind_of_call_cost_half_a_batch_more(sizes):
-    scaled = counted(lambda x, by=2, dim=1: x * by)
-    scaled(torch.randn(18, 4))
-    assert sizes == [18, 3, 3, 3]
-    for _ in range(7):
-        scaled(torch.randn(18, 5))  # another length
-    assert sizes[4:] == [18, 3, 3, 3, 18, 18, 3, 3, 3, 18, 18, 18, 18, 3, 3, 3]
-    del sizes[:]
-    for by in (0.5, 0.75, 0.5, 0.5):  # another value of an argument
-        scaled(torch.randn(7, 9), by)
-    assert sizes == [7, 1, 1, 7, 1, 1, 7, 1, 1, 7]
-    del sizes[:]
-    scaled(torch.randn(8, 4), dim=0)  # may be another way to compute
-    assert sizes == [8, 1, 1]
-    scaled(torch.randn(8, 4, 2))  # more dimensions
-    assert sizes[3:] == [8, 1, 1]
-
-
-def test_of_batches_that_are_found_those_put_together_anew_are_computed_now_and_then(sizes):
-    doubled = counted()
-    x = torch.randn(64, 3)
-    for rows in x.split(16):
-        doubled(rows)
-    del sizes[:]
-    for _ in range(10):
-        for rows in x.split(16):
-            doubled(rows)
-    assert sizes == []  # these were computed as they are
-    for number in range(1, 1001):
-        doubled(x[torch.randperm(64)[:16]])
-        assert len(sizes) == number.bit_length()
-    stats = doubled.cache_instance.stats()
-    assert stats.hits == 1040 * 16 and stats.verified == 160 and stats.mismatched == 0
-
-
-def test_what_is_found_of_a_batch_is_computed_with_the_rest_now_and_then(sizes):
-    doubled = counted()
-    x = torch.randn(600, 3)
-    doubled(x[:8])
-    for start in range(4, 4 + 4 * 130, 4):
-        doubled(x[start : start + 8])
-    whole = [number for number, size in enumerate(s for s in sizes if s in (4, 8)) if size == 8]
-    assert whole == [
-        *range(1 + 64),
-        128,
-    ]  # the first batch, of which nothing was found, and partly found ones
-
-
 def test_numbers_that_never_end_are_not_probed_for_ever(sizes):
     step = counted(lambda x, number: x * number)
     for number in range(50):
@@ -577,29 +529,6 @@ def test_what_a_cached_module_inside_finds_proves_nothing(options):
     assert bypasses(outer).keys() == bypasses(inner).keys() == {"batch"}
 
 
-def test_a_batch_whose_rows_were_not_compared_is_no_whole_one(sizes):
-    doubled = counted(lambda x, names: x * 2)
-    x = torch.randn(600, 3)
-    for start in range(0, 4 * 70, 4):  # the names may belong to the batch, so all items are always computed
-        doubled(x[start : start + 8], ["a"] * 8)
-    del sizes[:]
-    for start in range(4 * 66, 4 * 70, 4):  # of these, rows that were found were not compared
-        doubled(x[start : start + 8], ["a"] * 8)
-    assert sizes == [8, 8, 8]
-
-
-def test_batches_that_were_sorted_in_another_run(tmp_path):
-    for order in ("sorted", "sorted", "shuffled"):
-        cached = torchcache(item_args=("texts",), persistent=True, persistent_cache_dir=tmp_path)(
-            pooled_texts
-        )
-        with cached.cache_instance:
-            for positions in epochs(16, [order]):
-                texts = [SENTENCES[i] for i in positions]
-                assert torch.allclose(cached(texts), pooled_texts(texts), rtol=1e-4)
-    assert bypasses(cached).keys() == {"batch"}
-
-
 def test_a_part_that_raises_later():
     table = nn.EmbeddingBag(10, 3, mode="sum").requires_grad_(False)
 
@@ -653,70 +582,12 @@ def folder_of(path, sizes, forward, *calls):
     return list(sizes)
 
 
-def test_what_was_found_out_is_remembered_on_disk(tmp_path, sizes):
-    assert folder_of(tmp_path, sizes, doubled, [X]) == [6, 1, 1]
-    assert folder_of(tmp_path, sizes, doubled, [X], [Y]) == [6, 1, 1]
-    assert folder_of(tmp_path, sizes, doubled, [X], [X * 2]) == [6]
-    # A kind of call that comes later.
-    assert folder_of(tmp_path, sizes, doubled, [X, 3]) == [6, 1, 1]
-    assert folder_of(tmp_path, sizes, doubled, [X, 3], [X], [Y], [X * 2]) == []
-    assert folder_of(tmp_path, sizes, doubled, [X.flip(0)]) == [6]
-    assert folder_of(tmp_path, sizes, doubled, *[[torch.cat([X[i:], Y[:i]])] for i in range(1, 6)]) == [6, 6]
-    (text,) = tmp_path.glob("*/fingerprint.json")
-    probed = json.loads(text.read_text())["probed"]
-    assert sorted(counts for counts in probed.values() if isinstance(counts, list)) == [[1, 0, 0], [3, 0, 6]]
-
-
 def test_what_was_found_out_outlives_the_first_call_of_another_kind(sizes):
     function = counted(doubled)
     for call, computed in [((X,), [6, 1, 1]), ((X, 3), [6, 1, 1]), ((X,), [])]:
         del sizes[:]
         assert torch.equal(function(*call), doubled(*call))
         assert sizes == computed
-
-
-def test_it_is_remembered_when_the_first_call_has_one_item(tmp_path, sizes):
-    folder_of(tmp_path, sizes, doubled, [X])
-    assert folder_of(tmp_path, sizes, doubled, [Y[:1]], [X]) == [1]
-
-
-def test_it_is_remembered_when_nobody_closes_the_cache(tmp_path, sizes):
-    script = """
-import sys, torch
-from torchcache2 import torchcache
-
-@torchcache(persistent=True, persistent_cache_dir=sys.argv[1])
-def doubled(x):
-    print(len(x))
-    return x * 2
-
-for rows in torch.arange(48.0).reshape(12, 4).split(3):
-    doubled(rows)
-"""
-    first = warm.run(script, tmp_path, whole=True).out
-    assert first.split() == ["3", "1", "1", "3", "1", "1", "3", "3", "1", "1"]
-    assert warm.run(script, tmp_path, whole=True).out == ""
-
-
-def test_dependence_is_remembered_on_disk(tmp_path, sizes):
-    def centred(x):
-        return x - x.mean(0)
-
-    assert folder_of(tmp_path, sizes, centred, [X], [Y]) == [6, 1, 6]
-    assert folder_of(tmp_path, sizes, centred, [X], [Y]) == [6, 6]
-    assert not list(tmp_path.glob("*/*.safetensors"))
-
-
-@pytest.mark.parametrize(
-    "probed", ["[]", '{"x": "y"}', "3", "null", '{"00": 9}', '{"whole": "eJw="}', '{"00": [1, 2, -1]}']
-)
-def test_what_somebody_wrote_into_the_file_is_not_believed(tmp_path, sizes, probed):
-    folder_of(tmp_path, sizes, doubled, [X])
-    (path,) = tmp_path.glob("*/fingerprint.json")
-    document = json.loads(path.read_text())
-    document["probed"] = json.loads(probed)
-    path.write_text(json.dumps(document))
-    assert folder_of(tmp_path, sizes, doubled, [X], [Y]) == [6, 6, 1, 1]
 
 
 def test_forwards_that_talk_to_other_processes_are_not_probed(sizes):
@@ -819,24 +690,3 @@ def test_an_interrupt_in_a_check_is_the_callers():
         module(X.flip(0))
 
 
-def test_rows_of_a_dropped_namespace_are_checked_anew(sizes):
-    doubled = counted()
-    doubled(X), doubled(X.flip(0)), doubled(X[[1, 0]])
-    assert sizes == [6, 1, 1, 6, 2]
-    doubled.cache_instance.clear()
-    del sizes[:]
-    doubled(X), doubled(X.flip(0)), doubled(X[[1, 0]])
-    assert sizes == [6, 1, 1, 6, 2]
-
-
-def test_a_name_that_stands_for_the_module_gets_new_rows(sizes):
-    module = nn.Linear(4, 3).eval().requires_grad_(False)
-    cached = torchcache(persistent_module_hash="encoder")(module)
-    before = cached(X)
-    with torch.no_grad():
-        module.weight += 1
-    assert torch.equal(cached(X), before)  # as it was asked for: the name says that nothing has changed
-    fresh = cached(X.flip(0))  # put together anew, so it is computed
-    assert not torch.allclose(fresh, before.flip(0)) and bypasses(cached) == {"batch": 6}
-    assert torch.equal(cached(X), fresh.flip(0)) and torch.equal(cached(X), fresh.flip(0))
-    assert bypasses(cached) == {"batch": 6} and cached.cache_instance.stats().hits == 12

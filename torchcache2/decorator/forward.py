@@ -226,14 +226,15 @@ class Computation:
         except UnstorableError as error:
             self._refuse_part(f"an argument for a part of the batch is {error.what}")
         inputs, state = self._watched(args, kwargs, positions)
-        undo = self._undo(state)
+        undo, failure = self._undo(state), ""
         try:
             output = self.forward(args, kwargs)
         except Exception as error:
             if is_out_of_memory(error):  # the whole batch needs even more
                 raise
-            undo()
             failure = f"the forward of {count} of its {call.batch_size} items raises {shown(error)}"
+        if failure:
+            undo()
             self._refuse_part(failure, cause="raises")
         stop = self._trace(inputs, state, output)
         if stop is not None:

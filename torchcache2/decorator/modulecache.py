@@ -537,6 +537,7 @@ class ModuleCache:
         """Forget every row of this object, on disk too."""
         for cache in self.methods.values():
             cache._drop(cache.namespace)
+            cache._probes.forget()
             cache._backoff = Backoff(4, 16)
 
     def close(self) -> None:

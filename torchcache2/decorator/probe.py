@@ -178,11 +178,17 @@ class Probes:
             return self._stale[kind.code] < _MOST_STALE
 
     def start_anew(self, namespace: bytes) -> None:
-        """Restart the checks of a namespace, whose rows were dropped."""
+        """Restart the checks of a namespace, whose rows were dropped. What depends on its batch still does."""
         with self._lock():
-            for kind in self._kinds.pop(namespace, {}).values():
-                self._mixing.pop(kind.code, None)
+            self._kinds.pop(namespace, None)
             self._by_group = {}
+            self._whole.clear()
+            self._drops += 1
+
+    def forget(self) -> None:
+        """Forget all verdicts, and start all checks anew."""
+        with self._lock():
+            self._kinds, self._mixing, self._stale, self._by_group = {}, {}, {}, {}
             self._whole.clear()
             self._drops += 1
 
