@@ -219,7 +219,6 @@ ADVICE = {
     "values": "batch_first",
     "repeat": "place in the batch",
     "found": "mask",
-    "edited": "refresh()",
     "quantized": "statically",
     "stack": "pad outputs",
 }

@@ -132,7 +132,7 @@ import torch
 from torch import nn
 from torchcache2 import torchcache
 
-options = {"persistent": True, "persistent_cache_dir": sys.argv[1]}
+options = {"persistent": True, "persistent_cache_dir": sys.argv[1], "probe": False}
 torch.manual_seed(7)
 torch.set_num_threads(1)
 
@@ -528,10 +528,10 @@ def test_under_compile_another_run_finds_the_rows(path):
 
 
 def decorated(path):
-    return torchcache(persistent=True, persistent_cache_dir=path)(Net())
+    return torchcache(persistent=True, persistent_cache_dir=path, probe=False)(Net())
 
 
-@torchcache(persistent=True)
+@torchcache(persistent=True, probe=False)
 class Pickled(Net):
     pass
 

@@ -20,7 +20,7 @@ class Named(MemoryTier):
     def __init__(self, name, *, is_lasting=False):
         super().__init__(10**7)
         self.name, self.is_lasting = name, is_lasting
-        self.asked, self.described, self.calls = [], [], []
+        self.asked, self.calls = [], []
         self.after_get = lambda: None
 
     def get(self, keys):
@@ -28,9 +28,6 @@ class Named(MemoryTier):
         found = super().get(keys)
         self.after_get()
         return found
-
-    def describe(self, namespace, description, *, create):
-        self.described.append((namespace, description, create))
 
     def flush(self):
         self.calls.append("flush")
@@ -166,15 +163,13 @@ def test_counts_have_the_names_of_their_tiers_and_add_up(stack, tiers):
     assert (counts["memory_rows"], counts["disk_rows"], counts["faults"]) == (4, 2, 0)
 
 
-def test_what_lasts_is_described_and_flushed_and_stays_when_a_cache_is_closed(stack, tiers):
+def test_what_lasts_is_flushed_and_stays_when_a_cache_is_closed(stack, tiers):
     first, second = User(), User()
     stack.join(first)
     stack.join(second)
     stack.forget(NAMESPACES[0])
     assert tiers[0].asked == []
     stack.put(first, keys_of([1]), rows_of([1], 4))
-    stack.describe(NAMESPACES[0], {"more": 1}, create=True)
-    assert [tier.described for tier in tiers] == [[(NAMESPACES[0], {"more": 1}, True)]] * 3
     stack.forget(NAMESPACES[0])
     assert rows_in(tiers) == [0, 0, 1]
     stack.leave(first)

@@ -15,7 +15,6 @@ from tests.helpers.storage import (
     Unsynced,
     abandon,
     fill,
-    found,
     seal,
     segments,
     size_of,
@@ -148,23 +147,15 @@ def test_a_damaged_segment_counts_once(path):
     assert size_of(path) <= size - 60_000
 
 
-@pytest.mark.parametrize("what", ["describe", "seal"])
-def test_a_namespace_is_free_at_whichever_call_its_user_was_killed(make, tmp_path, what):
+def test_a_namespace_is_free_at_whichever_call_its_user_was_killed(make, tmp_path):
     """A killed process may leave a second name of the fingerprint, which is locked like the first."""
     calls, is_done = 0, False
     while not is_done:
         path = tmp_path / str(calls)
         fs = Mortal()
-        if what == "describe":
-            fill(path, 1)
         tier = make(where=path, fs=fs)
-        if what == "describe":
-            assert found(tier, [(0, 0)], 1000)
-            fs.die(after=calls)
-            tier.describe(A, {"probed": {"00" * 16: 3}}, create=False)
-        else:
-            fs.die(after=calls)
-            seal(tier, [1])
+        fs.die(after=calls)
+        seal(tier, [1])
         is_done = not fs.is_dead
         abandon(tier, fs)
         directory = CacheDirectory(str(path), Unsynced())

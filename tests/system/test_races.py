@@ -25,7 +25,6 @@ from tests.helpers.storage import (
     sealed_names,
     segments,
     size_of,
-    strange_files,
     wait_until,
     warnings_of,
 )
@@ -34,7 +33,7 @@ from torchcache2.engine.cache import Cache
 from torchcache2.engine.stack import TierStack
 from torchcache2.files.directory import FINGERPRINT, CacheDirectory
 from torchcache2.files.filesystem import FileSystem
-from torchcache2.files.removal import in_use, make_room, remove_leftovers, remove_namespace
+from torchcache2.files.removal import in_use, make_room, remove_namespace
 from torchcache2.tiers.disk import tier as disk_module
 from torchcache2.tiers.meeting import Scratch
 
@@ -360,68 +359,6 @@ def test_rm_leaves_a_namespace_that_somebody_begins_to_use(make, path, directory
     fs.when("listing", A.hex(), after=begin)
     remove_namespace(CacheDirectory(str(path), fs), A.hex())
     assert directory.fs.same(holds[0], path / A.hex() / FINGERPRINT)
-
-
-# Who replaces a fingerprint, and who deletes
-
-
-MOMENTS = [
-    *(("link", FINGERPRINT, {}, when) for when in ("before", "after")),
-    *(("create", f"{FINGERPRINT}.", {}, when) for when in ("before", "after")),
-    *(("lock", f"{FINGERPRINT}.", {"exclusive": True}, when) for when in ("before", "after")),
-    *((call, f"{FINGERPRINT}.", {}, "before") for call in ("write", "sync", "rename")),
-    *(("rename", f"{FINGERPRINT}.", {}, "after"), ("unlock", FINGERPRINT, {}, "after")),
-]
-
-
-@pytest.mark.parametrize("by", ["prune", "rm"])
-@pytest.mark.parametrize(
-    ("call", "text", "options", "when"), MOMENTS, ids=[f"{m[3]}-{m[0]}" for m in MOMENTS]
-)
-def test_room_is_made_while_a_fingerprint_is_replaced(
-    make, path, directory, log, call, text, options, when, by
-):
-    def delete():
-        remove_leftovers(directory)
-        if by == "prune":
-            assert not make_room(directory, 0, 1000, lru=False)
-        else:
-            assert not remove_namespace(directory, A.hex())
-
-    fill(path, 3)
-    fs = Meddled()
-    tier, other = make(fs=fs), make()  # the other one has the old file locked, and is idle
-    assert found(tier, ALL, WIDTH) == found(other, ALL, WIDTH) == ALL
-    fs.when(call, text, **{when: delete}, **options)
-    tier.describe(A, {"probed": {"00" * 16: 3}}, create=False)
-    assert fs.happened() and tier.stats().faults == 0 and warnings_of(log) == []
-    assert directory.fingerprint(A.hex())["probed"] == {"00" * 16: 3}
-    delete()
-    assert used(directory) == [A]
-    tier.close()
-    delete()
-    assert used(directory) == [A] and found(other, ALL, WIDTH) == sealed_names(path, ALL, WIDTH) == ALL
-    other.close()
-    assert remove_namespace(directory, A.hex()) and not (path / A.hex()).exists()
-
-
-def test_a_fingerprint_that_nobody_else_uses_is_replaced_without_a_trace(make, path):
-    fill(path, 1)
-    tier = make()
-    assert found(tier, ALL, WIDTH) == ALL
-    tier.describe(A, {"probed": {"00" * 16: 3}}, create=False)
-    assert strange_files(path) == []
-
-
-@pytest.mark.parametrize("call", ["link", "create", "rename"])
-def test_a_namespace_that_is_deleted_by_force_is_not_described(make, path, directory, log, call):
-    fill(path, 1)
-    fs = Meddled()
-    tier = make(fs=fs)
-    assert found(tier, ALL, WIDTH) == ALL
-    fs.when(call, FINGERPRINT, before=lambda: shutil.rmtree(path / A.hex()))
-    tier.describe(A, {"probed": {"00" * 16: 3}}, create=False)
-    assert fs.happened() and tier.stats().faults == 0 and warnings_of(log) == []
 
 
 # Who drops, and who reads

@@ -178,7 +178,7 @@ class Probes:
             return self._stale[kind.code] < _MOST_STALE
 
     def start_anew(self, namespace: bytes) -> None:
-        """Restart the checks of a namespace, whose rows were dropped. What depends on its batch still does."""
+        """Restart the checks of a namespace, whose rows were dropped; verdicts stay."""
         with self._lock():
             self._kinds.pop(namespace, None)
             self._by_group = {}
@@ -192,15 +192,20 @@ class Probes:
             self._whole.clear()
             self._drops += 1
 
-    def is_whole(self, keys: Keys) -> bool:
-        """Whether this run has computed a batch as it is."""
-        return xxh3_64_intdigest(keys.data.data) in self._whole
+    def is_whole(self, batch: int) -> bool:
+        """Whether this run has computed a batch, in any order; its number is by `_number`."""
+        return batch in self._whole
 
-    def add_whole(self, keys: Keys) -> None:
-        """Record that this run has computed a batch as it is."""
+    def add_whole(self, batch: int) -> None:
+        """Record that this run has computed a batch."""
         if len(self._whole) >= _MOST_WHOLE:
             self._whole.clear()
-        self._whole.add(xxh3_64_intdigest(keys.data.data))
+        self._whole.add(batch)
+
+
+def _number(keys: Keys) -> int:
+    """A number that tells batches of other items apart, whatever their order."""
+    return int(keys.words.sum())
 
 
 def _spread(call: BoundCall) -> int:
@@ -242,7 +247,7 @@ class CallChecks(Checks):
         if count == 0:
             return False
         what = _MISSED if not found else _MIXED if found < count else _FOUND
-        if what == _FOUND and self._probes.is_whole(self._keys):
+        if what == _FOUND and self._probes.is_whole(_number(self._keys)):
             what = _AGAIN
         self._what = what
         kind.counts[what] += 1
@@ -269,7 +274,7 @@ class CallChecks(Checks):
 
     def computed_whole(self) -> None:
         """Record that one forward has computed this batch."""
-        self._probes.add_whole(self._keys)
+        self._probes.add_whole(_number(self._keys))
 
     def settle(self, batch: Batch, seconds: float) -> None:
         """Count the time of this batch, and its check."""
