@@ -452,3 +452,32 @@ def test_ranks_share_what_they_have_checked(tmp_path, ranks):
     assert all(one["mismatched"] == 0 and one["bypasses"] == {} for one in reports)
     # Of each rank, at most a batch of each kind, as all may begin at once: none, some and all found.
     assert sum(one["computed"] for one in reports) <= 192 + 12 * ranks
+
+
+SHARED = """
+import os, torch
+from torch import nn
+from torchcache2 import torchcache
+
+torch.manual_seed(0)
+table = nn.Embedding(100_000, 8).requires_grad_(False).share_memory()
+embed = torchcache(table)
+ids = torch.arange(64)
+plain = table.weight.clone()
+for rows in ids.split(16):
+    embed(rows)
+if (child := os.fork()) == 0:
+    table.weight.detach().numpy()[50_000:] += 1.0  # rows that no found item reads
+    os._exit(0)
+os.waitpid(child, 0)
+before = embed.cache_instance.namespace
+embed(ids[8:24])
+assert embed.cache_instance.namespace == before
+embed(ids[:1])
+assert embed.cache_instance.module_hash != before.hex()
+assert torch.equal(embed(ids[-8:]), plain[56:64])
+"""
+
+
+def test_weights_that_another_process_changes_are_compared_at_each_check():
+    assert "changed by another process" in warm.run(SHARED).err

@@ -116,8 +116,8 @@ _BATCH = {  # advice about a dependence on the batch, by how it was found
     "stack": "pad outputs to a fixed shape, or decorate what runs before items are padded to the longest",
 }
 EDITED = (
-    "the module has changed in a way that PyTorch does not record, such as by .data: after such an edit, "
-    "call .cache_instance.refresh()"
+    "the module has changed in a way that PyTorch does not record, such as by .data or in shared memory: "
+    "after such an edit, call .cache_instance.refresh()"
 )
 STALE = (
     "the forward reads something that its keys do not cover and that has changed, such as a file that no "

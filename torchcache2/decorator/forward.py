@@ -162,6 +162,15 @@ class Computation:
         """The dtypes of the tensors that the forward reads."""
         return self.call.dtypes | self.seen.tensors.dtypes
 
+    def is_outdated(self) -> bool:
+        """Whether another process has changed weights in shared memory, which moves no version counter."""
+        if not any(
+            t.device.type == "cpu" and t.untyped_storage().is_shared() for t in self.seen.tensors.tensors
+        ):
+            return False
+        self.keeper.distrust_tensors()
+        return self.keeper.look(self.root).namespace != self.seen.namespace
+
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The output of the plain forward; see `filling`."""
         return filling(functools.partial(self.known.runner.run, self._plain))(args, kwargs)

@@ -254,9 +254,8 @@ class CallChecks(Checks):
         if kind.due[what] == 1 and self._mark() in self._marks:  # another process has checked the first
             kind.due[what] = 2
         self._is_first = kind.due[what] == 1
-        is_turn = kind.counts[what] >= kind.due[what] and (
-            self._is_first or kind.affords(found or (count + 1) // 2)
-        )
+        items = found + (count + 1) // 2 * (what < _FOUND)  # with parts of the batch
+        is_turn = kind.counts[what] >= kind.due[what] and (self._is_first or kind.affords(items))
         if not (is_turn or (found and is_computed_again())):
             return False
         if not self._may_run(what >= _FOUND):

@@ -141,6 +141,10 @@ class Source(Protocol):
         """The description of the namespace as JSON, for people and `explain`."""
         ...
 
+    def is_outdated(self) -> bool:
+        """Whether rows that equal the computed ones may be wrong all the same; asked at each check."""
+        ...
+
     def distrust(self) -> None:
         """Record that a row was wrong: the module may have changed unnoticed."""
         ...
@@ -163,6 +167,10 @@ class FunctionSource:
     def dtypes(self) -> Collection[torch.dtype]:
         """Unknown, as a function may read anything."""
         return ()
+
+    def is_outdated(self) -> bool:
+        """False: a function is not watched for changes."""
+        return False
 
     def distrust(self) -> None:
         """Does nothing: a function is not watched for changes."""

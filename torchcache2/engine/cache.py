@@ -329,7 +329,7 @@ class Cache:
         mismatched, worst = int(np.count_nonzero(apart)), apart.argmax()
         self.counters.add(verified=len(apart), mismatched=mismatched)
         if not mismatched:
-            return None
+            return "the weights were changed by another process" if batch.source.is_outdated() else None
         return (
             f"{mismatched} of {len(apart)} rows that were found differ from what the forward computes now, "
             f"most at position {hits.checked[worst]} of the batch, by {apart[worst]:.3g}"
