@@ -24,7 +24,7 @@ import dataclasses
 import inspect
 import math
 import types
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from operator import length_hint
 from typing import Any, NamedTuple
 
@@ -192,20 +192,21 @@ class Probes:
             self._whole.clear()
             self._drops += 1
 
-    def is_whole(self, batch: int) -> bool:
-        """Whether this run has computed a batch, in any order; its number is by `_number`."""
-        return batch in self._whole
+    def is_whole(self, keys: Keys) -> bool:
+        """Whether this run has computed a batch, in any order."""
+        return any(number in self._whole for number in _numbers(keys))
 
-    def add_whole(self, batch: int) -> None:
+    def add_whole(self, keys: Keys) -> None:
         """Record that this run has computed a batch."""
         if len(self._whole) >= _MOST_WHOLE:
             self._whole.clear()
-        self._whole.add(batch)
+        self._whole.update(_numbers(keys))
 
 
-def _number(keys: Keys) -> int:
-    """A number that tells batches of other items apart, whatever their order."""
-    return int(keys.words.sum())
+def _numbers(keys: Keys) -> Iterator[int]:
+    """Two numbers of a batch: for its order, which is quick, and for any order."""
+    yield xxh3_64_intdigest(keys.data.data)
+    yield int(np.add.reduce(keys.words, axis=None))
 
 
 def _spread(call: BoundCall) -> int:
@@ -227,17 +228,22 @@ class CallChecks(Checks):
     """The checks of one call; raises `BypassError` if its items are known to depend on their batch.
 
     When a check is due, ``may_run(is_found)`` returns whether the forward can run just for it; `is_found`:
-    for a batch that is all found. Other processes of the job may have added to `marks`.
+    for a batch that is all found. ``shared()`` returns marks of the processes of the job, if it has such.
     """
 
     def __init__(
-        self, probes: Probes, kind: Kind, keys: Keys, may_run: Callable[[bool], bool], marks: Marks | None
+        self,
+        probes: Probes,
+        kind: Kind,
+        keys: Keys,
+        may_run: Callable[[bool], bool],
+        shared: Callable[[], Marks | None],
     ) -> None:
         if kind.is_mixing:
             raise BypassError.because("batch", "an item's output depends on the rest of its batch")
         self.kind = kind
         self._probes, self._keys, self._may_run = probes, keys, may_run
-        self._marks = probes.marks if marks is None else marks
+        self._shared = shared
         self._what = _MISSED
         self._is_checked = self._is_first = False
 
@@ -247,11 +253,11 @@ class CallChecks(Checks):
         if count == 0:
             return False
         what = _MISSED if not found else _MIXED if found < count else _FOUND
-        if what == _FOUND and self._probes.is_whole(_number(self._keys)):
+        if what == _FOUND and self._probes.is_whole(self._keys):
             what = _AGAIN
         self._what = what
         kind.counts[what] += 1
-        if kind.due[what] == 1 and self._mark() in self._marks:  # another process has checked the first
+        if kind.due[what] == 1 and self._mark() in self._marks():  # another process has checked the first
             kind.due[what] = 2
         self._is_first = kind.due[what] == 1
         items = found + (count + 1) // 2 * (what < _FOUND)  # with parts of the batch
@@ -273,7 +279,7 @@ class CallChecks(Checks):
 
     def computed_whole(self) -> None:
         """Record that one forward has computed this batch."""
-        self._probes.add_whole(_number(self._keys))
+        self._probes.add_whole(self._keys)
 
     def settle(self, batch: Batch, seconds: float) -> None:
         """Count the time of this batch, and its check."""
@@ -291,7 +297,11 @@ class CallChecks(Checks):
         if self.is_conclusive:
             kind.checked(self._what)
             if self._is_first:
-                self._marks.add(self._mark())
+                self._marks().add(self._mark())
+
+    def _marks(self) -> Marks:
+        shared = self._shared()
+        return self._probes.marks if shared is None else shared
 
     def _mark(self) -> int:
         return self._probes.mark(self._keys.namespace, self.kind, self._what)

@@ -222,7 +222,6 @@ class TierStack:
             self._users.describe(namespace, source.description(namespace))
         return max([tier.put(keys, rows) for tier in tiers])
 
-    @property
     def marks(self) -> Marks | None:
         """What the processes of the job have checked, if tiers are in memory that they share."""
         return next((tier.marks for tier in self.tiers if tier.marks is not None), None)
