@@ -217,6 +217,7 @@ ADVICE = {
     "raises": "item_args",
     "rounding": "probe=False",
     "values": "batch_first",
+    "random": "without a seed",
     "repeat": "place in the batch",
     "found": "mask",
     "quantized": "statically",

@@ -104,6 +104,10 @@ _BATCH = {  # advice about a dependence on the batch, by how it was found
         "if the batch is not the first dimension, use batch_first=True; if an argument belongs to the whole "
         "batch, name it in shared_args; if the forward mixes items, decorate what runs before"
     ),
+    "random": (
+        "the forward draws random numbers without a seed, or is not deterministic: nothing to do if that is "
+        "intended, else give its generator a seed"
+    ),
     "repeat": (
         "the output depends on the place in the batch: pass what differs between places as an argument with "
         "one entry per item; if the batch is not the first dimension, use batch_first=True"
@@ -135,10 +139,10 @@ def batch_advice(cause: str) -> str:
     """What to do about items whose output depends on their batch.
 
     `cause` is how that was found. For a part of a batch, outputs have another ``"shape"`` or ``"structure"``,
-    the forward ``"raises"``, or values differ, as little as by ``"rounding"``, or more (``"values"``).
-    Outputs of equal items of one batch differ (``"repeat"``). A ``"found"`` batch differs from a computed
-    one. The module is dynamically ``"quantized"``. Outputs have
-    several shapes, so they do not ``"stack"``. An empty text: unknown by now.
+    the forward ``"raises"``, or values differ, as little as by ``"rounding"``, or more (``"values"``). An
+    item has two outputs alone (``"random"``), or in one batch (``"repeat"``). A ``"found"`` batch differs
+    from a computed one. The module is dynamically ``"quantized"``. Outputs have several shapes, so they do not
+    ``"stack"``. An empty text: unknown by now.
     """
     return _BATCH[cause]
 

@@ -376,7 +376,17 @@ class Probe:
                 found = self._difference(sorted(part), aligned)
             if found is not None or not self.is_conclusive:
                 break
+        if found is not None and found.cause in ("values", "repeat") and self._is_random():
+            return Difference("an item that is computed twice by itself has two outputs", "random")
         return found
+
+    def _is_random(self) -> bool:
+        """Whether one item, computed twice by itself, has two outputs."""
+        try:
+            first, second = (self._alone((0,), bool(self._call.aligned)) for _ in range(2))
+        except Exception:
+            return False
+        return first.schema != second.schema or self._worst(first, second, (0,), 0.5) is not None
 
     def _repetition(self) -> Difference | None:
         """How the outputs of equal items in the batch differ; None if they do not."""
