@@ -231,8 +231,6 @@ def of_module(keeper: NamespaceKeeper, root: Any, *, is_without_grad: bool) -> l
             "are too many to be read at every call"
         )
         stops.append(BypassError.because("inference", text))
-    if facts.unseeded is not None:
-        stops.append(BypassError.because("random", facts.unseeded, is_final=False))
     if facts.unsteady is not None:
         reason, text = _LAYERS[facts.unsteady.does]
         stops.append(BypassError.because(reason, text.format(facts.unsteady.name), cause="quantized"))

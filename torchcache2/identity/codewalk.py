@@ -119,6 +119,7 @@ class CodeWalk(Encoder):
         self.written_scopes: list[tuple[Mapping[str, Any], str]] = []
         self.written_cells: list[types.CellType] = []
         self.assigned: set[str] = set()  # names of all of these
+        self.sources: dict[types.FunctionType, str] = {}  # of project functions
         self.uses = UseTable()
         self.in_hook = False  # values that hooks only write count, as others may read them
         self.origins = sourcecode.Origins()
@@ -500,6 +501,7 @@ class CodeWalk(Encoder):
         if source is None:  # made by `exec`, pickled in another process, or its file has been edited
             self.uses.is_dynamic = True
             source = sourcecode.compiled(function.__code__)
+        self.sources[function] = source
         uses = self._in_hook(self._texts.once(uses_of, function.__code__, source))
         captured = {variable: value for variable, _, value in cells_of(function)}
         local = {*function.__code__.co_varnames, *function.__code__.co_cellvars}
@@ -747,10 +749,6 @@ class CodeWalk(Encoder):
             self.reads += [(_values_of, content) for content in kept.values() if isinstance(content, dict)]
             self.parts[part] = self.encode(kept, name)
         return b"u" + text_bytes(str(value))
-
-    def functions(self) -> list[types.FunctionType]:
-        """The functions that were read."""
-        return [value for _, value in self.reads if isinstance(value, types.FunctionType)]
 
 
 def _generated(kind: type, function: Any) -> types.CodeType | None:

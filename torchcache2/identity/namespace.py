@@ -16,8 +16,7 @@ from torchcache2.core.settings import CacheSettings
 from torchcache2.identity.encoding import digest, texts_of
 from torchcache2.identity.fingerprint import Fingerprint, changes, of_root
 from torchcache2.identity.guard import Guard, Undo
-from torchcache2.identity.marks import original
-from torchcache2.identity.obstacles import ShardedError, UnsteadyLayer, sharding, unseeded_draws, unsteady
+from torchcache2.identity.obstacles import ShardedError, UnsteadyLayer, sharding, unsteady
 from torchcache2.identity.sourcecode import CompiledTexts
 from torchcache2.identity.tensors import TensorWatch
 from torchcache2.identity.walk import Lazy, Loaded, Walk
@@ -49,7 +48,6 @@ class Facts(NamedTuple):
     names_grad: bool = False  # its code may turn grad mode on
     not_imported: str = ""  # a module that code imports at run time, if not known before
     sharded: str | None = None  # the part that waits for other processes, as weights are sharded
-    unseeded: str | None = None  # code that draws unseeded random numbers
 
 
 class History:
@@ -261,7 +259,6 @@ class NamespaceKeeper:
             next(filter(None, map(unsteady, parts)), None),
             walk.names_grad,
             not_imported=min(walk.not_imported - self._awaited, default=""),
-            unseeded=next(iter(unseeded_draws(walk.functions(), original(root), self.methods)), None),
         )
         self._awaited |= walk.not_imported
         for name in sorted(walk.assigned):
