@@ -222,9 +222,6 @@ def of_module(keeper: NamespaceKeeper, root: Any, *, is_without_grad: bool) -> l
         stops.append(BypassError.because("grad", "grad mode is on and a parameter requires grad"))
     if facts.has_lazy:
         stops.append(BypassError.because("lazy", "a parameter is uninitialised"))
-    if facts.not_imported:
-        text = f"{facts.not_imported} has not been imported yet, and the forward may import it"
-        stops.append(BypassError.because("lazy", text))
     if facts.is_uncounted:
         text = (
             "weights made under torch.inference_mode have no version counters, and more than 500 kB of them "

@@ -7,9 +7,7 @@ code uses a module as a whole, or imports one inside a function, only the names 
 
 from __future__ import annotations
 
-import builtins
 import contextlib
-import importlib
 import inspect
 import os
 import re
@@ -32,28 +30,23 @@ from torchcache2.identity import libraries, marks, sourcecode
 from torchcache2.identity.encoding import ORDER, Encoder, public_module, qualified_name, sized, text_bytes
 from torchcache2.identity.guard import MUTABLE
 from torchcache2.identity.names import (
-    IMPORTING,
     Uses,
     UseTable,
     has_fields,
     is_plain,
     names_of,
     resolved,
-    spec_of,
     taken_by,
     uses_of,
 )
 from torchcache2.identity.sourcecode import CompiledTexts, cells_of, names_in
 
 _MISSING = object()
-# Code that calls these reaches things that it does not name. (`locals` reaches only named things.)
-_UNFOLLOWED = (eval, exec, globals, sys.modules)
 _ENVIRONMENT = (os.environ, os.getenv)
 # Variables that only say which rank a process is: ranks compute the same, and share rows.
 _OF_RANKS = re.compile(
     "((LOCAL|NODE|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|(SLURM|TORCHELASTIC)_.*"
 )
-_IMPORTERS = (importlib.import_module, __import__)
 _CODE = (type, types.FunctionType, types.MethodType, types.ModuleType, staticmethod, classmethod, property)
 _FUNCTIONAL = sorted(
     name
@@ -81,7 +74,6 @@ _TOLD: dict[frozenset[str], Callable[[type], Any]] = {
     ],
 }
 _ORDERED = frozenset(("vars", "__dict__", "__slots__"))  # by these, code takes attributes in their order
-_MODULE_NOISE = vars(types.ModuleType("")).keys() | {"__builtins__", "__cached__", "__file__", "__path__"}
 _FUNCTION_FIELDS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _WRAPPER_FIELDS = attrgetter("__dict__", "__code__")
 
@@ -137,14 +129,10 @@ class CodeWalk(Encoder):
         self._whole: dict[int, types.ModuleType] = {}  # modules used as a whole
         # Other packages' classes, by id, as users may set attributes there. No walk reaches tensors' classes.
         self._foreign: dict[int, type] = {id(kind): kind for kind in (Tensor, nn.Parameter)}
-        self._held: set[int] = set()  # ids of classes that code uses as values
         self._reads_environment = False  # whether project code reads environment variables
         self._constants: set[str] = set()  # texts in globals
-        self._computes_names = False  # whether project code reads attributes by computed names
         # Labels of what was written: of modules, installed code, and left-out attributes.
         self._done: set[Any] = set()
-        # Ids of modules' constructors. These may compute names, as the walk reads their results.
-        self._constructors: set[int] = set()
         self._methods: dict[int, tuple[str, type]] = {}  # by id of a function of the class being read
         self._uses_of_methods: dict[int, Uses] = {}
         self._labels: dict[int, bytes] = {}  # of the classes, functions and modules seen
@@ -220,15 +208,7 @@ class CodeWalk(Encoder):
             self._done.add(path)
             self.parts[f"global {path}"] = self.encode(found[path], path)
         for module in list(self._whole.values()):
-            is_held = id(module) in self._held and self.origins.of(module) == "project"
-            computes_names = self._computes_names or self.uses.computes_names
-            if is_held and computes_names and id(module) not in self._done:
-                self._done.add(id(module))
-                what = f"attributes of {module.__name__} by computed names"
-                self.parts[f"unfollowed {what}"] = self.unreadable(module, f"what code reaches by {what}")
             names = {name for name in vars(module).keys() & self._taken_names if not name.startswith("__")}
-            if is_held:
-                names |= vars(module).keys() & (self.uses.others | {"__getattr__"}) - _MODULE_NOISE
             for name in sorted(names):
                 if (id(module), name) not in self._done:
                     self._done.add((id(module), name))
@@ -420,8 +400,6 @@ class CodeWalk(Encoder):
             if not everything and not self._is_put_there(kind, name, value):
                 continue
             inner = _function_in(value)
-            if name == "__init__" and issubclass(kind, nn.Module):
-                self._constructors.add(id(value))
             if isinstance(inner, types.FunctionType):
                 self._methods[id(inspect.unwrap(inner))] = name, kind
             data = self.encode(value, path)
@@ -510,7 +488,6 @@ class CodeWalk(Encoder):
             if isinstance(value, MUTABLE):  # hooks may fill it for this function
                 self._refilled[id(value)] = value
         self.uses.add(uses, *method)
-        self._computes_names |= uses.is_dynamic and id(function) not in self._constructors
         if method:
             self._uses_of_methods[id(function)] = uses
         elif function.__code__.co_varnames[:1] == ("self",):  # a wrapped method
@@ -549,39 +526,25 @@ class CodeWalk(Encoder):
         self._taken_names |= self._texts.once(taken_by, function.__code__)
         for name in names.imports:
             package = function.__globals__.get("__package__")
-            # Otherwise the module is just the source of a ``from … import …``.
-            is_held = not any(other.startswith(f"{name}.") for other in names.imports)
-            self.parts[f"import {name} {owner}"] = self._imported(name, package, is_held, uses.catches)
+            self.parts[f"import {name} {owner}"] = self._imported(name, package)
         for chain in names.chains:
-            value = self._chain(chain, function, uses, owner)
-            is_module = isinstance(value, types.ModuleType) and self.origins.of(value) == "project"
-            if is_module and chain in names.looked_up:
-                self._unfollowed(function, f"attributes of {'.'.join(chain)} by computed names", owner)
-        for name in names.unfollowed:
-            self._unfollowed(function, name, owner)
+            self._chain(chain, function, uses, owner)
 
-    def _chain(self, chain: tuple[str, ...], function: types.FunctionType, uses: Uses, owner: str) -> Any:
-        """Record the value of a global or, if it is a module, of an attribute of it; returns the value."""
+    def _chain(self, chain: tuple[str, ...], function: types.FunctionType, uses: Uses, owner: str) -> None:
+        """Record the value of a global or, if it is a module, of an attribute of it."""
         name, *attributes = chain
         scope: Mapping[str, Any] = function.__globals__
         value = scope.get(name, _MISSING)
         path = key = name
         if self.ignores(value, path):
-            return None
+            return
         is_left_out = self._only_writes(uses, name, value)
         if is_left_out and name in uses.assigned:
             self.written_scopes.append((scope, name))
-            return None
+            return
         self.scopes.append((scope, name, None if value is _MISSING else value))
-        if is_left_out:
-            return None
-        if value is _MISSING:  # it is a builtin, or does not exist, so that reading it would fail
-            value = vars(builtins).get(name)
-            if any(value is one for one in _UNFOLLOWED):
-                self._unfollowed(function, name, owner)
-            elif value is not None and self._is_users(builtins, value):
-                self._name_of_module(builtins, name)
-            return None
+        if is_left_out or value is _MISSING:  # a builtin, or nothing, so that reading it would fail
+            return
         inside = value
         while attributes and isinstance(value, types.ModuleType):
             inside, scope, attribute = value, vars(value), attributes.pop(0)
@@ -590,38 +553,24 @@ class CodeWalk(Encoder):
             path += key
             if isinstance(value, libraries.OPERATOR_NAMESPACES):
                 getattr(value, attribute, None)  # `torch.ops` loads an operator when it is first read
-            if self.origins.of(inside) == "project":
-                is_computed = attribute not in scope and "__getattr__" in scope
-                if is_computed or attribute == "__dict__":
-                    self._unfollowed(function, path, owner)
             value = scope.get(attribute)
             if self.ignores(value, path):
-                return None
+                return
             self.scopes.append((scope, attribute, value))
         self._constants |= {value} if type(value) is str else set()
         if any(value is one for one in _ENVIRONMENT):  # only the variables that code names count
-            self._reads_environment |= id(function) not in self._constructors
-            return None
-        is_renamed = any(value is one for one in _IMPORTERS) and chain[-1] not in IMPORTING
-        if is_renamed or any(value is one for one in _UNFOLLOWED):
-            self._unfollowed(function, path, owner)
+            self._reads_environment |= function.__name__ != "__init__"  # its results are read
         elif not isinstance(inside, types.ModuleType) or self._is_read(inside, value):
             for one, where in self.read_of(uses, key, value, path):
                 self.parts[f"global {where} {owner}"] = self.encode(one, where)
         else:
             self.parts[f"global {path} {owner}"] = self._in_package(inside, value, path)
-        return value
 
     def _is_read(self, module: types.ModuleType, value: Any) -> bool:
         """Whether code that names a value in a module reads its content: users' own, and others' settings."""
         if self.origins.of(module) == "project":
             return True
         return self.origins.of(type(value)) == "installed" and type(getattr(value, "__dict__", None)) is dict
-
-    def _unfollowed(self, function: types.FunctionType, what: str, owner: str) -> None:
-        if id(function) not in self._constructors:
-            token = self.unreadable(function, f"what {owner.removeprefix('of ')} reaches by {what}")
-            self.parts[f"unfollowed {what} {owner}"] = token
 
     def _only_writes(self, uses: Uses, name: str, value: Any) -> bool:
         """Whether nothing depends on the value of a variable, as far as one function uses it."""
@@ -670,7 +619,7 @@ class CodeWalk(Encoder):
         value = _function_in(value)
         if is_plain(value) or self.origins.is_project(value):
             return True
-        is_python = self.origins.of(owner) == "builtin" and owner is not builtins  # as is `sys.path`
+        is_python = self.origins.of(owner) == "builtin"  # as is `sys.path`
         return not is_python and isinstance(value, (*MUTABLE, Tensor, SimpleNamespace, Namespace))
 
     def python_module(self, module: types.ModuleType, path: str) -> bytes:
@@ -680,9 +629,6 @@ class CodeWalk(Encoder):
         if where != "project":
             return head + (self.installed(module, "") if where == "installed" else b"")
         self.extension(module)
-        has_file = getattr(module, "__file__", None) is not None or hasattr(module, "__path__")
-        if not has_file or type(module) is not types.ModuleType:  # a class may compute attributes
-            return self.unreadable(module, path)
         self._whole[id(module)] = module
         return head
 
@@ -693,12 +639,7 @@ class CodeWalk(Encoder):
         if data := self._texts.extension(module):
             self.parts[f"extension {module.__name__}"] = data.encode()
 
-    def held_module(self, module: types.ModuleType, path: str) -> bytes:
-        """Bytes of a Python module that code has as a value, and may pass on."""
-        self._held.add(id(module))
-        return self.python_module(module, path)
-
-    def _imported(self, name: str, package: str | None, is_held: bool, catches: bool) -> bytes:
+    def _imported(self, name: str, package: str | None) -> bytes:
         """Bytes of a module that code imports as it runs, or of a name that it takes from one."""
         data = name.encode()
         for full in resolved(name, package):
@@ -708,14 +649,9 @@ class CodeWalk(Encoder):
                     if self.origins.of(module) in ("project", "installed"):
                         data += self.python_module(module, place)
                     self._whole[id(module)] = module
-                    self._held |= {id(module)} if is_held else set()
                     continue
                 self.reads.append((_loaded, place))  # once it is imported, its names can be read
-                if not sourcecode.is_known_root(place) and (spec := spec_of(place)) and spec.has_location:
-                    self.not_imported.add(place)
-                    data += text_bytes(sourcecode.file_digest(spec.origin or ""))
-                    if catches:  # it may have failed for a reason that no file shows
-                        data += self.unreadable(_MISSING, f"{place} (not imported)")
+                self.not_imported.add(place)
         return data
 
     def installed(self, obj: Any, name: str) -> bytes:

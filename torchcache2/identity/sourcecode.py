@@ -103,12 +103,6 @@ class Origins:
         return self.of(value if is_code else type(value)) == "project"
 
 
-def is_known_root(module: str) -> bool:
-    """Whether a module belongs to the standard library, torch, or this library by its name."""
-    root = module.partition(".")[0]
-    return root in sys.stdlib_module_names or root in ("torch", _OURS)
-
-
 def package_version(root: str) -> str:
     """Version of the installed package that provides a top-level module; empty if unknown."""
     version = getattr(sys.modules.get(root), "__version__", None)

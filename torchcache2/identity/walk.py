@@ -185,7 +185,7 @@ class Walk(CodeWalk):
                 self.parts[f"hook (global) {number}"] = self.encode(hook, f"global hook {number}")
         self.write_replaced()
         # Each round may find more code, which reads more.
-        while self.write_all() or self._read_fields() or self._distrust():
+        while self.write_all() or self._read_fields():
             pass
         self._close_fields()
         self.write_order()
@@ -522,15 +522,6 @@ class Walk(CodeWalk):
                     if field.name in field.names:
                         field.names.remove(field.name)
 
-    def _distrust(self) -> bool:
-        """Write containers that code only adds to, if their content may matter anyway."""
-        catches = self.uses.of(object).catches
-        doubted = [one for one in self.written if self.unread or (catches and isinstance(one[1], dict))]
-        due = [one for one in doubted if id(one[1]) not in self.containers]
-        for name, container in due:
-            self.parts[f"global {name}"] = self.encode(container, name)
-        return bool(due)
-
     def _lazy(self, lazy: Lazy, path: str) -> None:
         """Write how a lazy module is loaded. If it is loaded, watch it like any other.
 
@@ -654,7 +645,7 @@ _TABLE: dict[type, Callable[[Walk, Any, str], bytes]] = {
     type: Walk.klass,
     types.FunctionType: _function,
     types.MethodType: _fields_of(b"m", "__func__", "__self__"),
-    types.ModuleType: Walk.held_module,
+    types.ModuleType: Walk.python_module,
     staticmethod: _fields_of(b"hs", "__func__"),
     classmethod: _fields_of(b"hc", "__func__"),
     property: _fields_of(b"hp", "fget", "fset"),
