@@ -23,11 +23,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
-from xxhash import xxh3_128
 
 from torchcache2.core.private import OPERATOR_FIELDS
 from torchcache2.identity import libraries, marks, sourcecode
-from torchcache2.identity.encoding import ORDER, Encoder, public_module, qualified_name, sized, text_bytes
+from torchcache2.identity.encoding import Encoder, public_module, qualified_name, sized, text_bytes
 from torchcache2.identity.guard import MUTABLE
 from torchcache2.identity.names import (
     Uses,
@@ -64,16 +63,6 @@ _CLASS_NOISE = frozenset(
         *("_hashable_values_", "_value_repr_", "__new_member__", "_generate_next_value_"),
     )
 )
-# Further facts that code may ask of a class: names used for asking, and how to read them.
-_TOLD: dict[frozenset[str], Callable[[type], Any]] = {
-    frozenset(("__annotations__", "get_type_hints", "get_annotations")): inspect.get_annotations,
-    frozenset(("__orig_bases__", "get_original_bases")): lambda kind: vars(kind).get("__orig_bases__"),
-    frozenset(("__dataclass_fields__", "fields")): lambda kind: [
-        [name, field.type, dict(field.metadata)]
-        for name, field in vars(kind).get("__dataclass_fields__", {}).items()
-    ],
-}
-_ORDERED = frozenset(("vars", "__dict__", "__slots__"))  # by these, code takes attributes in their order
 _FUNCTION_FIELDS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _WRAPPER_FIELDS = attrgetter("__dict__", "__code__")
 
@@ -120,18 +109,12 @@ class CodeWalk(Encoder):
         self._code_of_others = libraries.InstalledCode(self.origins, texts)
         self._refilled: dict[int, Any] = {}  # containers, by id, that a function clears and then reads
         self._taken: dict[int, tuple[Any, set[str]]] = {}  # objects read only in part: their fields, by id
-        self._skipped: list[tuple[str, str, Any]] = []  # left-out attributes: name, path, value
         self._versions: dict[str, str] = {}
         self._taken_names: set[str] = set()  # names and texts in project code
-        self._words_of_others: set[str] = set()  # in files of packages that may read left-out attributes
-        self._own_classes: list[type] = []  # those of the project
-        self._order = xxh3_128()  # of the names in them and in their objects
         self._whole: dict[int, types.ModuleType] = {}  # modules used as a whole
-        # Other packages' classes, by id, as users may set attributes there. No walk reaches tensors' classes.
-        self._foreign: dict[int, type] = {id(kind): kind for kind in (Tensor, nn.Parameter)}
         self._reads_environment = False  # whether project code reads environment variables
         self._constants: set[str] = set()  # texts in globals
-        # Labels of what was written: of modules, installed code, and left-out attributes.
+        # Labels of what was written: of modules, and installed code.
         self._done: set[Any] = set()
         self._methods: dict[int, tuple[str, type]] = {}  # by id of a function of the class being read
         self._uses_of_methods: dict[int, Uses] = {}
@@ -166,7 +149,7 @@ class CodeWalk(Encoder):
         """The values whose paths (`where` and their name) the user does not ignore."""
         return {name: one for name, one in state.items() if not self.ignores(one, f"{where}{name}")}
 
-    def without_skipped(self, kind: type, state: Mapping[str, Any], path: str) -> dict[str, Any]:
+    def without_skipped(self, kind: type, state: Mapping[str, Any]) -> dict[str, Any]:
         """The attributes of an object without those that `left_out` names."""
         kept = dict(state)
         for name in libraries.left_out(kind):
@@ -176,10 +159,6 @@ class CodeWalk(Encoder):
                 del kept[attribute]
             elif key and isinstance(value, dict) and key in value:
                 kept[attribute] = {other: item for other, item in value.items() if other != key}
-                value = value[key]
-            else:
-                continue
-            self._skipped.append((name, f"{path}.{name}", value))
         return kept
 
     def watch_names(self, scope: Mapping[str, Any], names: Collection[str]) -> None:
@@ -213,22 +192,6 @@ class CodeWalk(Encoder):
                 if (id(module), name) not in self._done:
                     self._done.add((id(module), name))
                     self._name_of_module(module, name)
-        for kind in list(self._foreign.values()):  # grows meanwhile
-            for name in sorted(self._taken_names & vars(kind).keys() - _CLASS_NOISE):
-                if (id(kind), name) not in self._done:
-                    self._done.add((id(kind), name))
-                    self._name_of_class(kind, name)
-        for asking, tell in _TOLD.items():
-            for kind in () if asking.isdisjoint(self._taken_names) else list(self._own_classes):
-                if (id(kind), asking) not in self._done:
-                    self._done.add((id(kind), asking))
-                    self._told(kind, min(asking), tell)
-        words = self._taken_names, self._words_of_others
-        named = {name for name in {one[0] for one in self._skipped} if libraries.is_named(name, *words)}
-        for number, (name, path, value) in enumerate(self._skipped):
-            if name in named and number not in self._done:
-                self._done.add(number)
-                self.parts[f"named {path} {number}"] = self.encode(value, path)
         for name in self._variables():
             if f"os.environ.{name}" not in self._done:
                 self._done.add(f"os.environ.{name}")
@@ -254,8 +217,6 @@ class CodeWalk(Encoder):
         self.watch_names(vars(nn.functional), _FUNCTIONAL)
         for scope, names in self._code_of_others.scopes.values():
             self.watch_names(scope, names)
-        for kind in self._foreign.values():
-            self.watch_names(vars(kind), self._taken_names & vars(kind).keys() - _CLASS_NOISE)
         if self._reads_environment:
             self.reads.append((partial(_values_in, self._variables()), os.environ))
         for registry in self._code_of_others.registries:
@@ -279,33 +240,6 @@ class CodeWalk(Encoder):
             if self.origins.of(module) == "installed" or data != self.python_module(module, path):
                 self.parts[f"global {path}"] = data
 
-    def _name_of_class(self, kind: type, name: str) -> None:
-        """Write an attribute of another package's class, if it is a value or the user's code."""
-        value, path = vars(kind)[name], f"{kind.__name__}.{name}"
-        if self._is_users(kind, value):
-            self.parts[f"value {path} of {qualified_name(kind)}"] = self.encode(value, path)
-
-    def in_order(self, kind: type, names: Iterable[str]) -> None:
-        """Note the order of the attributes of a class, or of an object: code may iterate over them."""
-        if kind in (SimpleNamespace, Namespace) or self.origins.of(kind) == "project":
-            self._order.update(text_bytes(" ".join(map(str, names))))
-
-    def write_order(self) -> None:
-        """Write down the order of attributes if code may ask for it."""
-        if not _ORDERED.isdisjoint(self._taken_names):
-            self.parts[ORDER] = self._order.digest()
-
-    def _told(self, kind: type, what: str, tell: Callable[[type], Any]) -> None:
-        """Write a fact about a class; annotations may name things that do not exist yet."""
-        path = f"{kind.__name__}.{what}"
-        try:
-            told = tell(kind)
-        except Exception:
-            data = self.unreadable(kind, path)
-        else:
-            data = self.encode(told, path)
-        self.parts[f"value {path} of {self._labels[id(kind)].decode()}"] = data
-
     # Classes.
 
     def klass(self, kind: type, path: str) -> bytes:
@@ -316,8 +250,6 @@ class CodeWalk(Encoder):
         label = self.label(kind, f"class {_short_name(kind)}")
         where = self.origins.of(kind)
         is_module = issubclass(kind, nn.Module)
-        others = [base for base in kind.__mro__[:-1] if self.origins.of(base) != "project"]
-        self._foreign |= zip(map(id, others), others, strict=True)
         with self.inside(kind):
             if where in ("torch", "builtin"):
                 parts = [text_bytes(qualified_name(kind))]
@@ -331,7 +263,6 @@ class CodeWalk(Encoder):
                     functions = [n for n, one in vars(kind).items() if isinstance(one, types.FunctionType)]
                     self.watch_names(vars(kind), functions)
             elif where == "project":
-                self._own_classes.append(kind)
                 parts += [text_bytes(kind.__name__), self._fields(kind)]
             # If a function made the class, its arguments are not in the file.
             is_made = where == "installed" and "<locals>" in kind.__qualname__
@@ -374,7 +305,7 @@ class CodeWalk(Encoder):
         return self.items(pairs)
 
     def _class_contents(self, kind: type, owner: str, *, everything: bool) -> list[bytes]:
-        parts, own_names = list[bytes](), set[str]()
+        parts = list[bytes]()
         for name, value in sorted(vars(kind).items()):
             path = f"{kind.__name__}.{name}"
             is_noise = name in _CLASS_NOISE or name.startswith(("torchcache_", "_torchcache_"))
@@ -387,7 +318,6 @@ class CodeWalk(Encoder):
             own = vars(raw) if is_function else vars(type(raw))
             if marks.ADDED_ATTRIBUTE in own and marks.is_ours(raw):
                 continue
-            own_names.add(name)
             if marks.ORIGINAL_ATTRIBUTE in own and marks.is_ours(raw):
                 value = own[marks.ORIGINAL_ATTRIBUTE]
                 self.reads.append((_WRAPPER_FIELDS, raw))  # a notebook that reloads its code changes these
@@ -410,8 +340,6 @@ class CodeWalk(Encoder):
             self.scopes.append((vars(kind), name, vars(kind)[name]))
         if everything:
             self.dicts.append(vars(kind))
-            slots = vars(kind).get("__slots__", ())
-            self.in_order(kind, [*slots, *[name for name in vars(kind) if name in own_names]])
         return parts
 
     def _is_put_there(self, kind: type, name: str, value: Any) -> bool:
@@ -666,7 +594,6 @@ class CodeWalk(Encoder):
             self._versions[module] = version
             words = self._texts.words(file)
             self.uses.others |= words
-            self._words_of_others |= words if root not in libraries.RELATED else set()
         return text_bytes(f"{module} {name} {self._versions[module]}")
 
     def operator(self, value: Any, path: str) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -207,8 +207,6 @@ def graph_code(graph: torch.fx.Graph) -> list[Any]:
 # them, and they differ between runs that compute the same. In ``attribute.key``, only this key of the dict
 # ``attribute`` is left out.
 _OF_TOKENIZERS = ("name_or_path", "vocab_file", "tokenizer_file")
-# Memos of words and of prompts: packages read and fill them, but no output depends on what is in them.
-_MEMOS = ("cache", "_prompt_length_mapping")
 _LEFT_OUT = {
     # Python's hash of a text, which differs between processes; tells save_pretrained of changes.
     ("transformers", "GenerationConfig"): ("_original_object_hash",),
@@ -246,13 +244,10 @@ _COMPILERS = {
     ("numba", "DUFunc"): ("__wrapped__", "targetoptions"),
 }
 _CLASSES = frozenset(name for _, name in [*_LEFT_OUT, *_COMPILERS])
-_CALLED = ("forward",)  # the package calls it, but ignores its result
-# These packages use such names only to save and describe models, not to compute.
-RELATED = ("accelerate", "diffusers", "peft", "sentence_transformers", "transformers")
 
 
 def left_out(kind: type) -> list[str]:
-    """The attributes and keys that are left out of instances of a class, unless code names them."""
+    """The attributes and keys that are left out of instances of a class."""
     return _listed(_LEFT_OUT, kind)
 
 
@@ -269,13 +264,6 @@ def _listed(table: Mapping[tuple[str, str], tuple[str, ...]], kind: type) -> lis
         if base.__qualname__ in _CLASSES and origin(base) in ("installed", "torch")
         for name in table.get((defining_module(base).partition(".")[0], base.__qualname__), ())
     ]
-
-
-def is_named(attribute: str, own: Collection[str], others: Collection[str]) -> bool:
-    """Whether code names what is left out: the project's, or, except for memos, of packages not `RELATED`."""
-    last = attribute.rpartition(".")[2].lstrip("_")
-    names = {last, f"_{last}", f"__{last}"} - {*_CALLED}
-    return not names.isdisjoint(own if attribute in _MEMOS else {*own, *others})
 
 
 def without_captures(hooks: Mapping[int, Any]) -> list[tuple[int, Any]]:

@@ -188,7 +188,6 @@ class Walk(CodeWalk):
         while self.write_all() or self._read_fields():
             pass
         self._close_fields()
-        self.write_order()
         self.watch_all()
         self.names_grad |= any("enable_grad" in name or "grad_enabled" in name for name in self.parts)
 
@@ -238,7 +237,7 @@ class Walk(CodeWalk):
             return b"".join(map(sized, sorted(self.encode(element, f"{path}{{…}}") for element in ordered)))
         if isinstance(value, dict):
             if libraries.left_out(type(value)):
-                value = self.without_skipped(type(value), plain_dict(value), path)
+                value = self.without_skipped(type(value), plain_dict(value))
             self._note(value, value, path)
         return super().contents(value, path)
 
@@ -268,7 +267,7 @@ class Walk(CodeWalk):
     def fields(self, value: Any, path: str) -> dict[str, Any]:
         """The fields of a dataclass by name, without those that are left out."""
         fields = self.without_ignored(super().fields(value, path), f"{path}.")
-        fields = self.without_skipped(type(value), fields, path)
+        fields = self.without_skipped(type(value), fields)
         self._note(value, fields, path)
         return fields
 
@@ -277,8 +276,7 @@ class Walk(CodeWalk):
         fields = getattr(type(value), "__dataclass_fields__", ())
         state = self.without_ignored(besides_value(value), f"{path}.")
         self.watch(value, state)
-        state = self.without_skipped(type(value), state, path)
-        self.in_order(type(value), state)
+        state = self.without_skipped(type(value), state)
         state = {name: item for name, item in state.items() if name not in fields}
         if isinstance(value, defaultdict):
             state["default_factory"] = value.default_factory
@@ -363,13 +361,12 @@ class Walk(CodeWalk):
             text = state["_tokenizer"].to_str()  # "truncation", "padding", "added_tokens", …
             state["_tokenizer"] = text[max(0, text.find('"added_tokens"')) :]
         cached = marks.cache_options(value) if "cache_instance" in state else []
-        state = self.without_skipped(kind, marks.without_ours(state), path)
+        state = self.without_skipped(kind, marks.without_ours(state))
         if qualified_name(kind) == "tokenizers.Tokenizer":
             self.reads.append((_tokenizer, value))
         hidden = _hidden(value, state) if self.origins.of(kind) == "installed" else set()
         state = {name: item for name, item in state.items() if name not in hidden}
         self._note(value, state, path)
-        self.in_order(kind, state)
         head = self.klass(kind, path) + self.state(state, path)
         head += self.encode(cached, path) if cached else b""
         if not is_pickled and not hidden and has_plain_state(value):
@@ -475,7 +472,7 @@ class Walk(CodeWalk):
             names += [name for name in ours if name not in names]
         skipped = fields.keys() - watched.keys()
         self.modules.append((module, names, skipped))
-        for name, value in self.without_skipped(kind, watched, path).items():
+        for name, value in self.without_skipped(kind, watched).items():
             self._attributes.append(_Field(kind, name, f"{where}{name}", value, names, skipped, set()))
         if marks.LAZY_ATTRIBUTE in own:
             self._lazy(own[marks.LAZY_ATTRIBUTE], path)
