@@ -24,7 +24,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchcache2.core.private import OPERATOR_FIELDS
 from torchcache2.identity import libraries, marks, sourcecode
 from torchcache2.identity.encoding import Encoder, public_module, qualified_name, sized, text_bytes
 from torchcache2.identity.guard import MUTABLE
@@ -106,7 +105,6 @@ class CodeWalk(Encoder):
         self.origins = sourcecode.Origins()
         self.is_foreign = False  # whether the code being read is not the user's own
         self._tokens, self._texts = tokens, texts
-        self._code_of_others = libraries.InstalledCode(self.origins, texts)
         self._refilled: dict[int, Any] = {}  # containers, by id, that a function clears and then reads
         self._taken: dict[int, tuple[Any, set[str]]] = {}  # objects read only in part: their fields, by id
         self._versions: dict[str, str] = {}
@@ -114,7 +112,7 @@ class CodeWalk(Encoder):
         self._whole: dict[int, types.ModuleType] = {}  # modules used as a whole
         self._reads_environment = False  # whether project code reads environment variables
         self._constants: set[str] = set()  # texts in globals
-        # Labels of what was written: of modules, and installed code.
+        # What was written of modules and the environment.
         self._done: set[Any] = set()
         self._methods: dict[int, tuple[str, type]] = {}  # by id of a function of the class being read
         self._uses_of_methods: dict[int, Uses] = {}
@@ -182,10 +180,6 @@ class CodeWalk(Encoder):
     def write_all(self) -> bool:
         """Write what becomes known only after reading code; returns whether there was more."""
         before = len(self._done)
-        found = self._code_of_others.found
-        for path in sorted(found.keys() - self._done):
-            self._done.add(path)
-            self.parts[f"global {path}"] = self.encode(found[path], path)
         for module in list(self._whole.values()):
             names = {name for name in vars(module).keys() & self._taken_names if not name.startswith("__")}
             for name in sorted(names):
@@ -215,13 +209,8 @@ class CodeWalk(Encoder):
     def watch_all(self) -> None:
         """Watch the places that were looked at, besides the values read."""
         self.watch_names(vars(nn.functional), _FUNCTIONAL)
-        for scope, names in self._code_of_others.scopes.values():
-            self.watch_names(scope, names)
         if self._reads_environment:
             self.reads.append((partial(_values_in, self._variables()), os.environ))
-        for registry in self._code_of_others.registries:
-            self.dicts.append(registry)
-            self.reads.append((_values_of, registry))
         self.reads += [(attrgetter("__class__", *sorted(names)), one) for one, names in self._taken.values()]
 
     def _name_of_module(self, module: types.ModuleType, name: str) -> None:
@@ -258,17 +247,16 @@ class CodeWalk(Encoder):
                 parts = [self.items([(base, path) for base in (*kind.__bases__, *metaclass)])]
             if where == "installed":
                 parts.append(self.installed(kind, qualified_name(kind)))
-                if not is_module:  # for modules, `_reached_by` does this
-                    self.uses.others |= self._code_of_others.names(kind)
-                    functions = [n for n, one in vars(kind).items() if isinstance(one, types.FunctionType)]
-                    self.watch_names(vars(kind), functions)
+                self.dicts.append(vars(kind))
             elif where == "project":
                 parts += [text_bytes(kind.__name__), self._fields(kind)]
             # If a function made the class, its arguments are not in the file.
             is_made = where == "installed" and "<locals>" in kind.__qualname__
             parts += self._class_contents(kind, label.decode(), everything=where == "project" or is_made)
-            if where != "project" and is_module and kind is not nn.Module:
-                parts.append(self._reached_by(kind))
+            if where in ("torch", "installed") and is_module and kind is not nn.Module:
+                own = {n: one for n, one in vars(kind).items() if isinstance(one, types.FunctionType)}
+                self.watch_names(vars(kind), own if where == "installed" else {"forward"} & own.keys())
+                self.uses.others |= _reached(own)
         self.parts[label.decode()] = b"".join(map(sized, parts))
         return label
 
@@ -280,29 +268,6 @@ class CodeWalk(Encoder):
             for name, field in vars(kind).get("__dataclass_fields__", {}).items()
         ]
         return self.encode(fields, f"{kind.__name__} fields")
-
-    def _reached_by(self, kind: type) -> bytes:
-        """Bytes of the user's code that the forward of an installed class can reach."""
-        names = self._code_of_others.reach(kind)
-        self.uses.others |= names
-        if "forward" in vars(kind):
-            self.scopes.append((vars(kind), "forward", vars(kind)["forward"]))
-        if self.origins.of(kind) != "installed":
-            return b""
-        self.dicts.append(vars(kind))
-        pairs = []
-        for base in kind.__mro__:
-            if self.origins.of(base) == "installed":
-                # Paths are left out, because they differ between machines.
-                plain = {
-                    name: value
-                    for name in names & vars(base).keys() - _CLASS_NOISE
-                    if is_plain(value := vars(base)[name])
-                    and not (isinstance(value, str) and os.path.isabs(value))
-                }
-                self.watch_names(vars(base), plain)
-                pairs += [(item, f"{base.__name__}.{item[0]}") for item in sorted(plain.items())]
-        return self.items(pairs)
 
     def _class_contents(self, kind: type, owner: str, *, everything: bool) -> list[bytes]:
         parts = list[bytes]()
@@ -380,7 +345,6 @@ class CodeWalk(Encoder):
                 parts = [source.encode("utf-8", "surrogatepass"), self._own(function, function.__name__)]
                 self._named(function, uses, owner)
             elif where == "installed":
-                self.uses.others |= self._code_of_others.names(function)
                 parts = [self.installed(function, function.__name__)]
             else:
                 module = sourcecode.defining_module(function)
@@ -589,29 +553,24 @@ class CodeWalk(Encoder):
             root, loaded = module.partition(".")[0], sys.modules.get(module)
             file = getattr(loaded, "__file__", None) or ""
             version = f"{sourcecode.package_version(root)} {sourcecode.file_digest(file)}"
-            if loaded and sourcecode.is_newer(file) and sourcecode.loaded_differs(loaded, self._texts):
-                version += self.unreadable(loaded, f"{module} (its file has been changed)").hex()
             self._versions[module] = version
             words = self._texts.words(file)
             self.uses.others |= words
         return text_bytes(f"{module} {name} {self._versions[module]}")
 
     def operator(self, value: Any, path: str) -> bytes:
-        """Write down an operator of torch: its name, and the user's functions if it is a custom one."""
-        name = libraries.operator_name(value)
-        state = libraries.definition(value)
-        if state is None:
-            unknown = self.unreadable(value, path) if libraries.registered_otherwise(name) else b""
-            return b"u" + text_bytes(str(value)) + unknown
-        part = f"operator {name}"
-        if part not in self.parts:
-            self.parts[part] = b""  # this comes first, as its functions may refer to it
-            kept = {field: state[field] for field in OPERATOR_FIELDS if field in state}
-            self.scopes += [(state, field, content) for field, content in kept.items()]
-            self.dicts += [content for content in kept.values() if isinstance(content, (dict, set))]
-            self.reads += [(_values_of, content) for content in kept.values() if isinstance(content, dict)]
-            self.parts[part] = self.encode(kept, name)
-        return b"u" + text_bytes(str(value))
+        """Bytes of an operator of torch: its name, and the user's functions if it is a custom one."""
+        code = libraries.code_of_operator(value)
+        return b"u" + text_bytes(str(value)) + (self.encode(code, path) if code else b"")
+
+
+def _reached(methods: Mapping[str, types.FunctionType]) -> set[str]:
+    """The names in a class's forward and in the methods that it names."""
+    names, more = set[str](), {"forward"}
+    while more:
+        found = [names_in(methods[name].__code__) for name in more & methods.keys()]
+        names, more = names | more, set().union(*found) - names - more
+    return names
 
 
 def _generated(kind: type, function: Any) -> types.CodeType | None:
@@ -649,8 +608,3 @@ def _values_in(names: Iterable[str], environment: Mapping[str, str]) -> tuple[An
     """How many variables there are, and the values of some: equal texts are identical."""
     values = [str(len(environment)), *[environment.get(name, "") for name in names]]
     return tuple(map(sys.intern, values))
-
-
-def _values_of(registry: dict[Any, Any]) -> tuple[Any, ...]:
-    """The values of a dict, to be compared by identity."""
-    return tuple(registry.values())
