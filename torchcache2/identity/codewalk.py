@@ -253,9 +253,11 @@ class CodeWalk(Encoder):
             # If a function made the class, its arguments are not in the file.
             is_made = where == "installed" and "<locals>" in kind.__qualname__
             parts += self._class_contents(kind, label.decode(), everything=where == "project" or is_made)
-            if where in ("torch", "installed") and is_module and kind is not nn.Module:
-                own = {n: one for n, one in vars(kind).items() if isinstance(one, types.FunctionType)}
-                self.watch_names(vars(kind), own if where == "installed" else {"forward"} & own.keys())
+            own = {name: one for name, one in vars(kind).items() if isinstance(one, types.FunctionType)}
+            if where == "installed":
+                self.watch_names(vars(kind), own)
+            elif where == "torch" and is_module and kind is not nn.Module:
+                self.watch_names(vars(kind), {"forward"} & own.keys())
                 self.uses.others |= _reached(own)
         self.parts[label.decode()] = b"".join(map(sized, parts))
         return label
