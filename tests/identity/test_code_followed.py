@@ -464,9 +464,6 @@ PATCHES = {
     "method that forward calls": lambda m, patch: patch(m.Layer, "scaled", lambda self, x: x * 5),
     "static method": lambda m, patch: patch(m.Layer, "scaled", staticmethod(mine)),
     "function of torch": lambda m, patch: patch(torch.nn.functional, "relu", mine),
-    "forward of another class of the package": lambda m, patch: patch(
-        m.Layer, "forward", m.make_closure(2.5).forward
-    ),
 }
 
 

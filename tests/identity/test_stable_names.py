@@ -1,7 +1,6 @@
 """Namespaces that another process finds again, and what is left out to that end."""
 
 import json
-import logging
 import shutil
 import threading
 import typing
@@ -336,16 +335,6 @@ class Mine(threading.local):
     scale = 2
 
 
-class MyLogger(logging.Logger):
-    pass
-
-
-def odd_logger():
-    logger = logging.Logger("odd")
-    logger.factor = 2
-    return logger
-
-
 def kept(container, *content):
     KEYS.extend(content)
     for value in content:
@@ -359,8 +348,6 @@ UNREADABLE = {
     "weak set": lambda: kept(weakref.WeakSet(), Thing(1)),
     "weak keys": lambda: kept(weakref.WeakKeyDictionary(), Thing(1)),
     "weak values": lambda: kept(weakref.WeakValueDictionary(), Thing(1)),
-    "logger of the user's class": lambda: MyLogger("mine"),
-    "logger with an attribute": odd_logger,
 }
 
 

@@ -314,13 +314,9 @@ class CodeWalk(Encoder):
         raw = _function_in(value)
         if not isinstance(raw, types.FunctionType):
             return False
-        if self.origins.of(raw) == "project":
-            return True
-        if self.origins.of(kind) != "installed":
-            return name == "forward" and self.origins.of(raw) == "installed"
-        if name != "forward" or hasattr(raw, "__wrapped__"):
-            return False
-        return (raw.__module__, raw.__qualname__) != (kind.__module__, f"{kind.__qualname__}.{name}")
+        is_far = sourcecode.defining_module(raw) != kind.__module__ and not hasattr(raw, "__wrapped__")
+        where = self.origins.of(raw)
+        return where == "project" or (where == "installed" and name == "forward" and is_far)
 
     # Functions.
 

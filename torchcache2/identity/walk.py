@@ -75,7 +75,6 @@ _WATCHED = (  # what `Guard` and `NamespaceKeeper` use of a walk: lists that can
     *("modules", "scopes", "cells", "reads", "dicts", "written", "written_scopes", "written_cells"),
     *("generators", "lazies"),
 )
-_LOGGER_FIELDS = frozenset(vars(logging.Logger(""))) | {"manager"}
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _MOST_TEXT = 4096  # characters, or bytes, of a reported value
 _PICKLED = ("pandas.", "PIL.")  # objects of these packages also hold caches that they do not pickle
@@ -603,17 +602,6 @@ def _generator(walk: Walk, value: Any, path: str) -> bytes:
     return _class_alone(walk, value, path)
 
 
-def _logger(walk: Walk, value: logging.Logger, path: str) -> bytes:
-    """By its name; unreadable if it has more state than the standard library's own."""
-    walk.dicts.append(vars(value))
-    state = {name: item for name, item in vars(value).items() if name not in _LOGGER_FIELDS}
-    head, origin = b"h" + text_bytes(value.name), walk.origins.of(type(value))
-    if origin == "installed" or (origin == "builtin" and not state):
-        return head
-    walk.watch(value, state)
-    return head + walk.unreadable(value, path) + walk.klass(type(value), path) + walk.state(state, path)
-
-
 def _fleeting(walk: Walk, value: Any, path: str) -> bytes:
     """For values that differ between threads, or depend on other objects being alive."""
     if walk.is_foreign:  # such as the cache of functools.singledispatch
@@ -649,7 +637,7 @@ _TABLE: dict[type, Callable[[Walk, Any, str], bytes]] = {
     functools.cached_property: _fields_of(b"hf", "func"),
     type(functools.lru_cache(print)): _fields_of(b"hl", "__wrapped__"),
     weakref.ReferenceType: lambda walk, value, path: b"w" + walk.encode(value(), path),
-    logging.Logger: _logger,
+    logging.Logger: lambda walk, value, path: b"h" + text_bytes(value.name),
     torch.jit.ScriptFunction: Walk.unreadable,
     torch.UntypedStorage: _storage,
     torch.TypedStorage: _storage,
