@@ -177,13 +177,16 @@ class Walk(CodeWalk):
         self._bulk = Bulk(self.most_before_bulk, self.held_in_bulk)
         self._notes: dict[str, Any] = {}  # plain values inside of objects, by path
         self._noted: set[int] = set()
+        self._read(root)
+
+    def _read(self, root: Any) -> None:
+        """Write everything, in rounds: each may find more code, which reads more."""
         self.parts["format"] = str(_FORMAT).encode()
         self.parts["root"] = self.encode(root, "")
         for hooks in private.GLOBAL_HOOKS:
             for number, hook in enumerate(hooks.values()):
                 self.parts[f"hook (global) {number}"] = self.encode(hook, f"global hook {number}")
         self.write_replaced()
-        # Each round may find more code, which reads more.
         while self.write_all() or self._read_fields():
             pass
         self._close_fields()
