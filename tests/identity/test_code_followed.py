@@ -354,6 +354,38 @@ def test_a_kernel_that_is_registered_later_is_noticed(project):
     assert torch.equal(cached(X), X * 9)
 
 
+# What the key does not cover is noticed when its rows are first found in a later run.
+
+HEAD = "import helper, importlib, types, typing, torch\nfrom helper import g\nNAME = 'helper'\n"
+FOUND_LATE = {
+    "eval": "def model(x):\n    return eval('g(x)')\n",
+    "globals": "def model(x):\n    return globals()['g'](x)\n",
+    "import_module": "def model(x):\n    return importlib.import_module(NAME).g(x)\n",
+    "getattr of a module": "def model(x):\n    return getattr(helper, chr(103))(x)\n",
+    "annotation": "class C:\n    a: (int, float)[HERE == 2]\n"
+    "def model(x):\n    return x * typing.get_type_hints(C)['a'](2.5)\n",
+    "order": "c = types.SimpleNamespace(**dict(sorted({'a': 2, 'b': 3}.items(), reverse=HERE == 3)))\n"
+    "def model(x):\n    return x * list(c.__dict__.values())[0]\n",
+    "attribute of torch's class": "torch.nn.Tanh.scale, layer = HERE, torch.nn.Tanh()\n"
+    "def model(x):\n    return x * layer.scale\n",
+}
+
+
+@pytest.mark.parametrize("name", FOUND_LATE)
+def test_what_code_finds_at_run_time_is_wrong_in_no_run(name, project, tmp_path, log):
+    for number in (2, 2, 3, 3, 2):
+        files = {
+            path: text.replace("HERE", str(number))
+            for path, text in files_of(HEAD + FOUND_LATE[name]).items()
+        }
+        model = project(files).model
+        cached = torchcache(persistent_cache_dir=tmp_path / "rows")(model)
+        with cached.cache_instance:
+            for x in (X, X + 1, X, X + 1):
+                assert torch.equal(cached(x), model(x))
+    assert sum("rows that were found differ" in text for text in warnings_in(log)) == 2
+
+
 HARMLESS = {
     "method called eval": "def model(x):\n    return layer.eval()(x)",
     "getattr of an object": "def model(x):\n    return x * getattr(layer, 'n', 1) * getattr(layer, NAME, 1)",
