@@ -504,8 +504,8 @@ class CodeWalk(Encoder):
         is_code = (is_function or isinstance(value, type)) and self.origins.of(module) == "installed"
         return known + (self.encode(value, path) if is_code or self._is_users(module, value) else b"")
 
-    def _is_users(self, owner: types.ModuleType | type, value: Any) -> bool:
-        """Whether a value in another package's module or class is user code, or data that users may set."""
+    def _is_users(self, owner: types.ModuleType, value: Any) -> bool:
+        """Whether a value in another package's module is user code, or data that users may set."""
         value = _function_in(value)
         if is_plain(value) or self.origins.is_project(value):
             return True
