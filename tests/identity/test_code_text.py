@@ -95,25 +95,6 @@ def test_code_without_a_text_differs_where_it_computes_something_else(old, new, 
     assert (found[0] == found[1]) == ("another" in new)
 
 
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "import torch",
-        "import math, torch as torch",
-        "from __future__ import annotations\nimport torch  # for zeros",
-        "from collections import (\n    deque,\n    OrderedDict,\n)\nimport torch",
-        "import torch.nn\nfrom math import (pi)",
-    ],
-)
-def test_a_function_is_readable_without_the_rest_of_its_file(load, tmp_path, imports):
-    # A call on an imported name compiles to other instructions than one on another global.
-    path, text = tmp_path / "model.py", "def model(x):\n    return torch.zeros(3) + x\n"
-    written(path, f"{imports}\n\n{text}")
-    function = load(path).model
-    written(path, f"{imports}\n\n{text}\n\ndef other(x:\n")  # the file as a whole does not compile
-    assert function_source(function, CompiledTexts()) == text
-
-
 READABLE = {
     "docstring and text over lines": 'class A:\n    def model(x):\n        """One.\n\n   Two."""\n'
     '        y = """\n  text\n"""\n        return x\nmodel = A.model\n',
@@ -275,17 +256,3 @@ def test_a_module_whose_file_is_gone_counts_by_its_instructions(load, tmp_path, 
         found.append(namespace(load(tmp_path / "model.py").model))
     assert found[0] == found[2] != found[1]
     assert warnings_in(log) == []
-
-
-def test_an_installed_file_that_was_edited_after_it_was_imported(load, tmp_path, log):
-    path = tmp_path / "site-packages" / "written_one.py"
-    text = "from torch import nn\nclass Net(nn.Module):\n    def forward(self, x):\n        return x * 2\n"
-    written(path, text)
-    old = load(path).Net
-    before = namespace(old())
-    assert warnings_in(log) == []
-    written(path, text.replace("2", "3"))
-    stale = namespace(old())
-    assert len(warnings_in(log)) == 1
-    new = load(path).Net
-    assert len({before, stale, namespace(new())}) == 3

@@ -1,11 +1,7 @@
 """Namespaces that another process finds again, and what is left out to that end."""
 
-import functools
-import importlib
 import json
-import logging
 import shutil
-import sys
 import threading
 import typing
 import weakref
@@ -76,14 +72,6 @@ def first_of(config):
     return config["_use_default_values"][0]
 
 
-NAMING = {
-    "an attribute": lambda self, x: x * self.config._use_default_values[0],
-    "a text": lambda self, x: x * getattr(self.config, "_use_default_values")[0],  # noqa: B009
-    "a helper": lambda self, x: x * first_of(self.config),
-    "a property": lambda self, x: x * self.factor,
-}
-
-
 def two_of(make, frozen_dict):
     return [named(make(frozen_dict(rate=2, _use_default_values=values))) for values in ([3, 5], [5, 3])]
 
@@ -94,91 +82,11 @@ def test_what_no_forward_reads_is_left_out(frozen_dict):
     assert named(Configured(frozen_dict(rate=3, _use_default_values=[3, 5]))) != left
 
 
-@pytest.mark.parametrize("how", NAMING)
-def test_what_the_users_code_names_counts_again(how, frozen_dict):
-    class Naming(Configured):
-        forward = NAMING[how]
-        if how == "a property":
-            factor = property(lambda self: self.config._use_default_values[0])
-
-    left, right = two_of(Naming, frozen_dict)
-    assert left != right
-
-
-def test_what_a_users_subclass_names_counts_again(frozen_dict):
-    class Mine(frozen_dict):
-        @property
-        def rate(self):
-            return self._use_default_values[0]
-
-        @rate.setter
-        def rate(self, value):
-            pass
-
-    left, right = two_of(Configured, Mine)
-    assert left != right
-
-
 def test_a_users_class_of_that_name_is_not_on_the_table():
     space = {}
     exec(CONFIGS, space)
     left, right = two_of(Configured, space["FrozenDict"])
     assert left != right
-
-
-def test_what_another_package_names_counts_again(frozen_dict, installed):
-    wrappers = installed("wrappers", "class Wrapper:\n    def go(self, c): return c._use_default_values\n")
-    others = installed("others", "class Wrapper:\n    def go(self, c): return c.rate\n")
-    left, right = two_of(functools.partial(Configured, wrapper=wrappers.Wrapper()), frozen_dict)
-    assert left != right
-    left, right = two_of(functools.partial(Configured, wrapper=others.Wrapper()), frozen_dict)
-    assert left == right
-
-
-class Helped(Configured):
-    def forward(self, x):
-        return x * self.helper.first(self.config)
-
-
-def test_what_a_module_of_the_users_names_counts_again(frozen_dict, load):
-    helper = load("stable_helper", "def first(c):\n    return c._use_default_values[0]\n")
-    left, right = two_of(functools.partial(Helped, helper=helper), frozen_dict)
-    assert left != right
-
-
-class Imports(Configured):
-    def forward(self, x):
-        from stable_within import first  # type: ignore[import-not-found]
-
-        return x + len(first(self.config))
-
-
-@pytest.mark.parametrize("is_loaded", [False, True])
-def test_what_an_import_inside_of_code_names_counts_again(frozen_dict, tmp_path, monkeypatch, is_loaded):
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "stable_within.py").write_text("def first(c):\n    return c._use_default_values[0]\n")
-    importlib.invalidate_caches()
-    monkeypatch.delitem(sys.modules, "stable_within", raising=False)
-    if is_loaded:
-        monkeypatch.setitem(sys.modules, "stable_within", importlib.import_module("stable_within"))
-    modules = [torchcache(Imports(frozen_dict(_use_default_values=values))) for values in ([[3]], [[5]])]
-    found = [(module(X), module.cache_instance.module_hash)[1] for module in modules]
-    assert found[0] != found[1]
-
-
-def test_an_edit_of_what_is_named_is_noticed(installed):
-    place = installed("transformers", "class PreTrainedConfig:\n    rate = 2\n").PreTrainedConfig
-
-    class ByPlace(Configured):
-        def forward(self, x):
-            return x * len(self.config._name_or_path)
-
-    config = place()
-    config._name_or_path = "ab"
-    module = torchcache(ByPlace(config))
-    assert torch.equal(module(X), X * 2) and torch.equal(module(X), X * 2)
-    config._name_or_path = "abc"
-    assert torch.equal(module(X), X * 3)
 
 
 def test_where_weights_came_from_is_left_out(installed):
@@ -289,21 +197,6 @@ def test_functions_that_a_graph_calls_count_by_source():
         return function
 
     assert named(make(once())) == named(make(once())) != named(make(twice()))
-
-
-class Noted(Outer):
-    def forward(self, x):
-        return self.inner(x) * self.inner.meta["factor"]
-
-
-def test_notes_about_a_graph_count_where_they_are_named():
-    def make(kind, factor):
-        graph = torch.fx.symbolic_trace(plain())
-        graph.meta["factor"] = factor
-        return kind(graph)
-
-    assert named(make(Outer, 2)) == named(make(Outer, 3))
-    assert named(make(Noted, 2)) != named(make(Noted, 3))
 
 
 @pytest.mark.slow
@@ -442,16 +335,6 @@ class Mine(threading.local):
     scale = 2
 
 
-class MyLogger(logging.Logger):
-    pass
-
-
-def odd_logger():
-    logger = logging.Logger("odd")
-    logger.factor = 2
-    return logger
-
-
 def kept(container, *content):
     KEYS.extend(content)
     for value in content:
@@ -465,8 +348,6 @@ UNREADABLE = {
     "weak set": lambda: kept(weakref.WeakSet(), Thing(1)),
     "weak keys": lambda: kept(weakref.WeakKeyDictionary(), Thing(1)),
     "weak values": lambda: kept(weakref.WeakValueDictionary(), Thing(1)),
-    "logger of the user's class": lambda: MyLogger("mine"),
-    "logger with an attribute": odd_logger,
 }
 
 

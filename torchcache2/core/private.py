@@ -212,13 +212,7 @@ CUSTOM_OPERATORS: Mapping[str, Any] = _first("torch._library.custom_ops.OPDEFS",
 OPERATOR_DEFINITION: Any = _first(
     "torch.library.CustomOpDef", "torch._library.custom_ops.CustomOpDef", otherwise=()
 )
-OPERATOR_CODE = ("_init_fn", "_backend_fns")  # without these, a custom operator's code cannot be read
-# Its attributes that affect outputs. Others are for gradients and tracing.
-OPERATOR_FIELDS = (
-    *("_schema", *OPERATOR_CODE, "_torch_dispatch_fns", "_vmap_fn"),
-    *("_autocast_dtype", "_disabled_kernel"),
-)
-REGISTERED_KERNELS: Iterable[str] | None = _first("torch.library._impls")
+OPERATOR_CODE = ("_init_fn", "_backend_fns", "_torch_dispatch_fns")  # its functions that affect outputs
 
 # The standard library, and the file systems of buckets.
 

@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import operator
 import random
+import re
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -28,7 +29,6 @@ from torchcache2.identity.encoding import Encoder, digest, qualified_name, reada
 from torchcache2.identity.fingerprint import Fingerprint
 from torchcache2.identity.guard import MUTABLE, size_of
 from torchcache2.identity.marks import __version__
-from torchcache2.identity.obstacles import unseeded_draws
 from torchcache2.identity.sourcecode import CompiledTexts
 from torchcache2.identity.tensors import TensorWatch
 from torchcache2.identity.walk import GENERATORS, Walk
@@ -36,6 +36,7 @@ from torchcache2.identity.walk import GENERATORS, Walk
 _FORMAT = 1
 _MOST_LISTED = 64  # objects in longer containers have no parts
 _MOST_PARTS = 5000
+_UNSEEDED = re.compile(r"\b(default_rng|RandomState|Random|SystemRandom)\((None)?\)")
 
 
 class Identity(NamedTuple):
@@ -50,7 +51,7 @@ class Identity(NamedTuple):
     generators : list
         The random generators that the dataset refers to.
     unseeded : list of str
-        Its code that draws random numbers without a generator we can watch.
+        Its code that makes a generator without a seed.
     """
 
     fingerprint: Fingerprint
@@ -98,8 +99,7 @@ def identify(dataset: Any, *, name: str | None = None, version: str | int | None
         walk.parts |= {f"loaded {one.path} {name}": data for name, data in one.parts.items()}
     walk.parts["format"] = f"dataset {_FORMAT}, walk {walk.parts['format'].decode()}".encode()
     unread = sorted({*walk.unread, *tensors.unreadable})
-    draws = unseeded_draws(walk.functions(), dataset)
-    return Identity(_fingerprint(walk.parts, given, tensors), unread, walk.generators, draws)
+    return Identity(_fingerprint(walk.parts, given, tensors), unread, walk.generators, walk.draws)
 
 
 def _walked(dataset: Any) -> _DatasetWalk:
@@ -197,6 +197,14 @@ class _DatasetWalk(Walk):
     held_in_bulk = (tuple, list, dict)
     _is_listed = False  # whether an element of a long container is being read
     _is_code = False  # whether code is being read, which may name anything
+
+    @property
+    def draws(self) -> list[str]:
+        """Where project code makes a generator without a seed, for people; constructors may."""
+        found = [
+            (one, _UNSEEDED.search(text)) for one, text in self.sources.items() if one.__name__ != "__init__"
+        ]
+        return [f"{one.__qualname__} names {draw[0]}" for one, draw in found if draw]
 
     def other(self, value: Any, path: str) -> bytes:
         """Walk the root, and objects."""

@@ -230,17 +230,12 @@ def of_module(keeper: NamespaceKeeper, root: Any, *, is_without_grad: bool) -> l
         stops.append(BypassError.because("grad", "grad mode is on and a parameter requires grad"))
     if facts.has_lazy:
         stops.append(BypassError.because("lazy", "a parameter is uninitialised"))
-    if facts.not_imported:
-        text = f"{facts.not_imported} has not been imported yet, and the forward may import it"
-        stops.append(BypassError.because("lazy", text))
     if facts.is_uncounted:
         text = (
             "weights made under torch.inference_mode have no version counters, and more than 500 kB of them "
             "are too many to be read at every call"
         )
         stops.append(BypassError.because("inference", text))
-    if facts.unseeded is not None:
-        stops.append(BypassError.because("random", facts.unseeded, is_final=False))
     if facts.unsteady is not None:
         reason, text = _LAYERS[facts.unsteady.does]
         stops.append(BypassError.because(reason, text.format(facts.unsteady.name), cause="quantized"))

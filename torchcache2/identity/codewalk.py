@@ -7,9 +7,7 @@ code uses a module as a whole, or imports one inside a function, only the names 
 
 from __future__ import annotations
 
-import builtins
 import contextlib
-import importlib
 import inspect
 import os
 import re
@@ -25,35 +23,28 @@ from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
-from xxhash import xxh3_128
 
-from torchcache2.core.private import OPERATOR_FIELDS
 from torchcache2.identity import libraries, marks, sourcecode
-from torchcache2.identity.encoding import ORDER, Encoder, public_module, qualified_name, sized, text_bytes
+from torchcache2.identity.encoding import Encoder, public_module, qualified_name, sized, text_bytes
 from torchcache2.identity.guard import MUTABLE
 from torchcache2.identity.names import (
-    IMPORTING,
     Uses,
     UseTable,
     has_fields,
     is_plain,
     names_of,
     resolved,
-    spec_of,
     taken_by,
     uses_of,
 )
 from torchcache2.identity.sourcecode import CompiledTexts, cells_of, names_in
 
 _MISSING = object()
-# Code that calls these reaches things that it does not name. (`locals` reaches only named things.)
-_UNFOLLOWED = (eval, exec, globals, sys.modules)
 _ENVIRONMENT = (os.environ, os.getenv)
 # Variables that only say which rank a process is: ranks compute the same, and share rows.
 _OF_RANKS = re.compile(
     "((LOCAL|NODE|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|(SLURM|TORCHELASTIC)_.*"
 )
-_IMPORTERS = (importlib.import_module, __import__)
 _CODE = (type, types.FunctionType, types.MethodType, types.ModuleType, staticmethod, classmethod, property)
 _FUNCTIONAL = sorted(
     name
@@ -71,17 +62,6 @@ _CLASS_NOISE = frozenset(
         *("_hashable_values_", "_value_repr_", "__new_member__", "_generate_next_value_"),
     )
 )
-# Further facts that code may ask of a class: names used for asking, and how to read them.
-_TOLD: dict[frozenset[str], Callable[[type], Any]] = {
-    frozenset(("__annotations__", "get_type_hints", "get_annotations")): inspect.get_annotations,
-    frozenset(("__orig_bases__", "get_original_bases")): lambda kind: vars(kind).get("__orig_bases__"),
-    frozenset(("__dataclass_fields__", "fields")): lambda kind: [
-        [name, field.type, dict(field.metadata)]
-        for name, field in vars(kind).get("__dataclass_fields__", {}).items()
-    ],
-}
-_ORDERED = frozenset(("vars", "__dict__", "__slots__"))  # by these, code takes attributes in their order
-_MODULE_NOISE = vars(types.ModuleType("")).keys() | {"__builtins__", "__cached__", "__file__", "__path__"}
 _FUNCTION_FIELDS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _WRAPPER_FIELDS = attrgetter("__dict__", "__code__")
 
@@ -119,31 +99,21 @@ class CodeWalk(Encoder):
         self.written_scopes: list[tuple[Mapping[str, Any], str]] = []
         self.written_cells: list[types.CellType] = []
         self.assigned: set[str] = set()  # names of all of these
+        self.sources: dict[types.FunctionType, str] = {}  # of project functions
         self.uses = UseTable()
         self.in_hook = False  # values that hooks only write count, as others may read them
         self.origins = sourcecode.Origins()
         self.is_foreign = False  # whether the code being read is not the user's own
         self._tokens, self._texts = tokens, texts
-        self._code_of_others = libraries.InstalledCode(self.origins, texts)
         self._refilled: dict[int, Any] = {}  # containers, by id, that a function clears and then reads
         self._taken: dict[int, tuple[Any, set[str]]] = {}  # objects read only in part: their fields, by id
-        self._skipped: list[tuple[str, str, Any]] = []  # left-out attributes: name, path, value
         self._versions: dict[str, str] = {}
         self._taken_names: set[str] = set()  # names and texts in project code
-        self._words_of_others: set[str] = set()  # in files of packages that may read left-out attributes
-        self._own_classes: list[type] = []  # those of the project
-        self._order = xxh3_128()  # of the names in them and in their objects
         self._whole: dict[int, types.ModuleType] = {}  # modules used as a whole
-        # Other packages' classes, by id, as users may set attributes there. No walk reaches tensors' classes.
-        self._foreign: dict[int, type] = {id(kind): kind for kind in (Tensor, nn.Parameter)}
-        self._held: set[int] = set()  # ids of classes that code uses as values
         self._reads_environment = False  # whether project code reads environment variables
         self._constants: set[str] = set()  # texts in globals
-        self._computes_names = False  # whether project code reads attributes by computed names
-        # Labels of what was written: of modules, installed code, and left-out attributes.
+        # What was written of modules and the environment.
         self._done: set[Any] = set()
-        # Ids of modules' constructors. These may compute names, as the walk reads their results.
-        self._constructors: set[int] = set()
         self._methods: dict[int, tuple[str, type]] = {}  # by id of a function of the class being read
         self._uses_of_methods: dict[int, Uses] = {}
         self._labels: dict[int, bytes] = {}  # of the classes, functions and modules seen
@@ -177,7 +147,7 @@ class CodeWalk(Encoder):
         """The values whose paths (`where` and their name) the user does not ignore."""
         return {name: one for name, one in state.items() if not self.ignores(one, f"{where}{name}")}
 
-    def without_skipped(self, kind: type, state: Mapping[str, Any], path: str) -> dict[str, Any]:
+    def without_skipped(self, kind: type, state: Mapping[str, Any]) -> dict[str, Any]:
         """The attributes of an object without those that `left_out` names."""
         kept = dict(state)
         for name in libraries.left_out(kind):
@@ -187,10 +157,6 @@ class CodeWalk(Encoder):
                 del kept[attribute]
             elif key and isinstance(value, dict) and key in value:
                 kept[attribute] = {other: item for other, item in value.items() if other != key}
-                value = value[key]
-            else:
-                continue
-            self._skipped.append((name, f"{path}.{name}", value))
         return kept
 
     def watch_names(self, scope: Mapping[str, Any], names: Collection[str]) -> None:
@@ -214,40 +180,12 @@ class CodeWalk(Encoder):
     def write_all(self) -> bool:
         """Write what becomes known only after reading code; returns whether there was more."""
         before = len(self._done)
-        found = self._code_of_others.found
-        for path in sorted(found.keys() - self._done):
-            self._done.add(path)
-            self.parts[f"global {path}"] = self.encode(found[path], path)
         for module in list(self._whole.values()):
-            is_held = id(module) in self._held and self.origins.of(module) == "project"
-            computes_names = self._computes_names or self.uses.computes_names
-            if is_held and computes_names and id(module) not in self._done:
-                self._done.add(id(module))
-                what = f"attributes of {module.__name__} by computed names"
-                self.parts[f"unfollowed {what}"] = self.unreadable(module, f"what code reaches by {what}")
             names = {name for name in vars(module).keys() & self._taken_names if not name.startswith("__")}
-            if is_held:
-                names |= vars(module).keys() & (self.uses.others | {"__getattr__"}) - _MODULE_NOISE
             for name in sorted(names):
                 if (id(module), name) not in self._done:
                     self._done.add((id(module), name))
                     self._name_of_module(module, name)
-        for kind in list(self._foreign.values()):  # grows meanwhile
-            for name in sorted(self._taken_names & vars(kind).keys() - _CLASS_NOISE):
-                if (id(kind), name) not in self._done:
-                    self._done.add((id(kind), name))
-                    self._name_of_class(kind, name)
-        for asking, tell in _TOLD.items():
-            for kind in () if asking.isdisjoint(self._taken_names) else list(self._own_classes):
-                if (id(kind), asking) not in self._done:
-                    self._done.add((id(kind), asking))
-                    self._told(kind, min(asking), tell)
-        words = self._taken_names, self._words_of_others
-        named = {name for name in {one[0] for one in self._skipped} if libraries.is_named(name, *words)}
-        for number, (name, path, value) in enumerate(self._skipped):
-            if name in named and number not in self._done:
-                self._done.add(number)
-                self.parts[f"named {path} {number}"] = self.encode(value, path)
         for name in self._variables():
             if f"os.environ.{name}" not in self._done:
                 self._done.add(f"os.environ.{name}")
@@ -271,15 +209,8 @@ class CodeWalk(Encoder):
     def watch_all(self) -> None:
         """Watch the places that were looked at, besides the values read."""
         self.watch_names(vars(nn.functional), _FUNCTIONAL)
-        for scope, names in self._code_of_others.scopes.values():
-            self.watch_names(scope, names)
-        for kind in self._foreign.values():
-            self.watch_names(vars(kind), self._taken_names & vars(kind).keys() - _CLASS_NOISE)
         if self._reads_environment:
             self.reads.append((partial(_values_in, self._variables()), os.environ))
-        for registry in self._code_of_others.registries:
-            self.dicts.append(registry)
-            self.reads.append((_values_of, registry))
         self.reads += [(attrgetter("__class__", *sorted(names)), one) for one, names in self._taken.values()]
 
     def _name_of_module(self, module: types.ModuleType, name: str) -> None:
@@ -298,33 +229,6 @@ class CodeWalk(Encoder):
             if self.origins.of(module) == "installed" or data != self.python_module(module, path):
                 self.parts[f"global {path}"] = data
 
-    def _name_of_class(self, kind: type, name: str) -> None:
-        """Write an attribute of another package's class, if it is a value or the user's code."""
-        value, path = vars(kind)[name], f"{kind.__name__}.{name}"
-        if self._is_users(kind, value):
-            self.parts[f"value {path} of {qualified_name(kind)}"] = self.encode(value, path)
-
-    def in_order(self, kind: type, names: Iterable[str]) -> None:
-        """Note the order of the attributes of a class, or of an object: code may iterate over them."""
-        if kind in (SimpleNamespace, Namespace) or self.origins.of(kind) == "project":
-            self._order.update(text_bytes(" ".join(map(str, names))))
-
-    def write_order(self) -> None:
-        """Write down the order of attributes if code may ask for it."""
-        if not _ORDERED.isdisjoint(self._taken_names):
-            self.parts[ORDER] = self._order.digest()
-
-    def _told(self, kind: type, what: str, tell: Callable[[type], Any]) -> None:
-        """Write a fact about a class; annotations may name things that do not exist yet."""
-        path = f"{kind.__name__}.{what}"
-        try:
-            told = tell(kind)
-        except Exception:
-            data = self.unreadable(kind, path)
-        else:
-            data = self.encode(told, path)
-        self.parts[f"value {path} of {self._labels[id(kind)].decode()}"] = data
-
     # Classes.
 
     def klass(self, kind: type, path: str) -> bytes:
@@ -335,8 +239,6 @@ class CodeWalk(Encoder):
         label = self.label(kind, f"class {_short_name(kind)}")
         where = self.origins.of(kind)
         is_module = issubclass(kind, nn.Module)
-        others = [base for base in kind.__mro__[:-1] if self.origins.of(base) != "project"]
-        self._foreign |= zip(map(id, others), others, strict=True)
         with self.inside(kind):
             if where in ("torch", "builtin"):
                 parts = [text_bytes(qualified_name(kind))]
@@ -345,18 +247,18 @@ class CodeWalk(Encoder):
                 parts = [self.items([(base, path) for base in (*kind.__bases__, *metaclass)])]
             if where == "installed":
                 parts.append(self.installed(kind, qualified_name(kind)))
-                if not is_module:  # for modules, `_reached_by` does this
-                    self.uses.others |= self._code_of_others.names(kind)
-                    functions = [n for n, one in vars(kind).items() if isinstance(one, types.FunctionType)]
-                    self.watch_names(vars(kind), functions)
+                self.dicts.append(vars(kind))
             elif where == "project":
-                self._own_classes.append(kind)
                 parts += [text_bytes(kind.__name__), self._fields(kind)]
             # If a function made the class, its arguments are not in the file.
             is_made = where == "installed" and "<locals>" in kind.__qualname__
             parts += self._class_contents(kind, label.decode(), everything=where == "project" or is_made)
-            if where != "project" and is_module and kind is not nn.Module:
-                parts.append(self._reached_by(kind))
+            own = {name: one for name, one in vars(kind).items() if isinstance(one, types.FunctionType)}
+            if where == "installed":
+                self.watch_names(vars(kind), own)
+            elif where == "torch" and is_module and kind is not nn.Module:
+                self.watch_names(vars(kind), {"forward"} & own.keys())
+                self.uses.others |= _reached(own)
         self.parts[label.decode()] = b"".join(map(sized, parts))
         return label
 
@@ -369,31 +271,8 @@ class CodeWalk(Encoder):
         ]
         return self.encode(fields, f"{kind.__name__} fields")
 
-    def _reached_by(self, kind: type) -> bytes:
-        """Bytes of the user's code that the forward of an installed class can reach."""
-        names = self._code_of_others.reach(kind)
-        self.uses.others |= names
-        if "forward" in vars(kind):
-            self.scopes.append((vars(kind), "forward", vars(kind)["forward"]))
-        if self.origins.of(kind) != "installed":
-            return b""
-        self.dicts.append(vars(kind))
-        pairs = []
-        for base in kind.__mro__:
-            if self.origins.of(base) == "installed":
-                # Paths are left out, because they differ between machines.
-                plain = {
-                    name: value
-                    for name in names & vars(base).keys() - _CLASS_NOISE
-                    if is_plain(value := vars(base)[name])
-                    and not (isinstance(value, str) and os.path.isabs(value))
-                }
-                self.watch_names(vars(base), plain)
-                pairs += [(item, f"{base.__name__}.{item[0]}") for item in sorted(plain.items())]
-        return self.items(pairs)
-
     def _class_contents(self, kind: type, owner: str, *, everything: bool) -> list[bytes]:
-        parts, own_names = list[bytes](), set[str]()
+        parts = list[bytes]()
         for name, value in sorted(vars(kind).items()):
             path = f"{kind.__name__}.{name}"
             is_noise = name in _CLASS_NOISE or name.startswith(("torchcache_", "_torchcache_"))
@@ -406,7 +285,6 @@ class CodeWalk(Encoder):
             own = vars(raw) if is_function else vars(type(raw))
             if marks.ADDED_ATTRIBUTE in own and marks.is_ours(raw):
                 continue
-            own_names.add(name)
             if marks.ORIGINAL_ATTRIBUTE in own and marks.is_ours(raw):
                 value = own[marks.ORIGINAL_ATTRIBUTE]
                 self.reads.append((_WRAPPER_FIELDS, raw))  # a notebook that reloads its code changes these
@@ -419,8 +297,6 @@ class CodeWalk(Encoder):
             if not everything and not self._is_put_there(kind, name, value):
                 continue
             inner = _function_in(value)
-            if name == "__init__" and issubclass(kind, nn.Module):
-                self._constructors.add(id(value))
             if isinstance(inner, types.FunctionType):
                 self._methods[id(inspect.unwrap(inner))] = name, kind
             data = self.encode(value, path)
@@ -431,8 +307,6 @@ class CodeWalk(Encoder):
             self.scopes.append((vars(kind), name, vars(kind)[name]))
         if everything:
             self.dicts.append(vars(kind))
-            slots = vars(kind).get("__slots__", ())
-            self.in_order(kind, [*slots, *[name for name in vars(kind) if name in own_names]])
         return parts
 
     def _is_put_there(self, kind: type, name: str, value: Any) -> bool:
@@ -440,13 +314,9 @@ class CodeWalk(Encoder):
         raw = _function_in(value)
         if not isinstance(raw, types.FunctionType):
             return False
-        if self.origins.of(raw) == "project":
-            return True
-        if self.origins.of(kind) != "installed":
-            return name == "forward" and self.origins.of(raw) == "installed"
-        if name != "forward" or hasattr(raw, "__wrapped__"):
-            return False
-        return (raw.__module__, raw.__qualname__) != (kind.__module__, f"{kind.__qualname__}.{name}")
+        is_far = sourcecode.defining_module(raw) != kind.__module__ and not hasattr(raw, "__wrapped__")
+        where = self.origins.of(raw)
+        return where == "project" or (where == "installed" and name == "forward" and is_far)
 
     # Functions.
 
@@ -473,7 +343,6 @@ class CodeWalk(Encoder):
                 parts = [source.encode("utf-8", "surrogatepass"), self._own(function, function.__name__)]
                 self._named(function, uses, owner)
             elif where == "installed":
-                self.uses.others |= self._code_of_others.names(function)
                 parts = [self.installed(function, function.__name__)]
             else:
                 module = sourcecode.defining_module(function)
@@ -500,6 +369,7 @@ class CodeWalk(Encoder):
         if source is None:  # made by `exec`, pickled in another process, or its file has been edited
             self.uses.is_dynamic = True
             source = sourcecode.compiled(function.__code__)
+        self.sources[function] = source
         uses = self._in_hook(self._texts.once(uses_of, function.__code__, source))
         captured = {variable: value for variable, _, value in cells_of(function)}
         local = {*function.__code__.co_varnames, *function.__code__.co_cellvars}
@@ -508,7 +378,6 @@ class CodeWalk(Encoder):
             if isinstance(value, MUTABLE):  # hooks may fill it for this function
                 self._refilled[id(value)] = value
         self.uses.add(uses, *method)
-        self._computes_names |= uses.is_dynamic and id(function) not in self._constructors
         if method:
             self._uses_of_methods[id(function)] = uses
         elif function.__code__.co_varnames[:1] == ("self",):  # a wrapped method
@@ -547,39 +416,25 @@ class CodeWalk(Encoder):
         self._taken_names |= self._texts.once(taken_by, function.__code__)
         for name in names.imports:
             package = function.__globals__.get("__package__")
-            # Otherwise the module is just the source of a ``from … import …``.
-            is_held = not any(other.startswith(f"{name}.") for other in names.imports)
-            self.parts[f"import {name} {owner}"] = self._imported(name, package, is_held, uses.catches)
+            self.parts[f"import {name} {owner}"] = self._imported(name, package)
         for chain in names.chains:
-            value = self._chain(chain, function, uses, owner)
-            is_module = isinstance(value, types.ModuleType) and self.origins.of(value) == "project"
-            if is_module and chain in names.looked_up:
-                self._unfollowed(function, f"attributes of {'.'.join(chain)} by computed names", owner)
-        for name in names.unfollowed:
-            self._unfollowed(function, name, owner)
+            self._chain(chain, function, uses, owner)
 
-    def _chain(self, chain: tuple[str, ...], function: types.FunctionType, uses: Uses, owner: str) -> Any:
-        """Record the value of a global or, if it is a module, of an attribute of it; returns the value."""
+    def _chain(self, chain: tuple[str, ...], function: types.FunctionType, uses: Uses, owner: str) -> None:
+        """Record the value of a global or, if it is a module, of an attribute of it."""
         name, *attributes = chain
         scope: Mapping[str, Any] = function.__globals__
         value = scope.get(name, _MISSING)
         path = key = name
         if self.ignores(value, path):
-            return None
+            return
         is_left_out = self._only_writes(uses, name, value)
         if is_left_out and name in uses.assigned:
             self.written_scopes.append((scope, name))
-            return None
+            return
         self.scopes.append((scope, name, None if value is _MISSING else value))
-        if is_left_out:
-            return None
-        if value is _MISSING:  # it is a builtin, or does not exist, so that reading it would fail
-            value = vars(builtins).get(name)
-            if any(value is one for one in _UNFOLLOWED):
-                self._unfollowed(function, name, owner)
-            elif value is not None and self._is_users(builtins, value):
-                self._name_of_module(builtins, name)
-            return None
+        if is_left_out or value is _MISSING:  # a builtin, or nothing, so that reading it would fail
+            return
         inside = value
         while attributes and isinstance(value, types.ModuleType):
             inside, scope, attribute = value, vars(value), attributes.pop(0)
@@ -588,38 +443,24 @@ class CodeWalk(Encoder):
             path += key
             if isinstance(value, libraries.OPERATOR_NAMESPACES):
                 getattr(value, attribute, None)  # `torch.ops` loads an operator when it is first read
-            if self.origins.of(inside) == "project":
-                is_computed = attribute not in scope and "__getattr__" in scope
-                if is_computed or attribute == "__dict__":
-                    self._unfollowed(function, path, owner)
             value = scope.get(attribute)
             if self.ignores(value, path):
-                return None
+                return
             self.scopes.append((scope, attribute, value))
         self._constants |= {value} if type(value) is str else set()
         if any(value is one for one in _ENVIRONMENT):  # only the variables that code names count
-            self._reads_environment |= id(function) not in self._constructors
-            return None
-        is_renamed = any(value is one for one in _IMPORTERS) and chain[-1] not in IMPORTING
-        if is_renamed or any(value is one for one in _UNFOLLOWED):
-            self._unfollowed(function, path, owner)
+            self._reads_environment |= function.__name__ != "__init__"  # its results are read
         elif not isinstance(inside, types.ModuleType) or self._is_read(inside, value):
             for one, where in self.read_of(uses, key, value, path):
                 self.parts[f"global {where} {owner}"] = self.encode(one, where)
         else:
             self.parts[f"global {path} {owner}"] = self._in_package(inside, value, path)
-        return value
 
     def _is_read(self, module: types.ModuleType, value: Any) -> bool:
         """Whether code that names a value in a module reads its content: users' own, and others' settings."""
         if self.origins.of(module) == "project":
             return True
         return self.origins.of(type(value)) == "installed" and type(getattr(value, "__dict__", None)) is dict
-
-    def _unfollowed(self, function: types.FunctionType, what: str, owner: str) -> None:
-        if id(function) not in self._constructors:
-            token = self.unreadable(function, f"what {owner.removeprefix('of ')} reaches by {what}")
-            self.parts[f"unfollowed {what} {owner}"] = token
 
     def _only_writes(self, uses: Uses, name: str, value: Any) -> bool:
         """Whether nothing depends on the value of a variable, as far as one function uses it."""
@@ -663,12 +504,12 @@ class CodeWalk(Encoder):
         is_code = (is_function or isinstance(value, type)) and self.origins.of(module) == "installed"
         return known + (self.encode(value, path) if is_code or self._is_users(module, value) else b"")
 
-    def _is_users(self, owner: types.ModuleType | type, value: Any) -> bool:
-        """Whether a value in another package's module or class is user code, or data that users may set."""
+    def _is_users(self, owner: types.ModuleType, value: Any) -> bool:
+        """Whether a value in another package's module is user code, or data that users may set."""
         value = _function_in(value)
         if is_plain(value) or self.origins.is_project(value):
             return True
-        is_python = self.origins.of(owner) == "builtin" and owner is not builtins  # as is `sys.path`
+        is_python = self.origins.of(owner) == "builtin"  # as is `sys.path`
         return not is_python and isinstance(value, (*MUTABLE, Tensor, SimpleNamespace, Namespace))
 
     def python_module(self, module: types.ModuleType, path: str) -> bytes:
@@ -678,9 +519,6 @@ class CodeWalk(Encoder):
         if where != "project":
             return head + (self.installed(module, "") if where == "installed" else b"")
         self.extension(module)
-        has_file = getattr(module, "__file__", None) is not None or hasattr(module, "__path__")
-        if not has_file or type(module) is not types.ModuleType:  # a class may compute attributes
-            return self.unreadable(module, path)
         self._whole[id(module)] = module
         return head
 
@@ -691,12 +529,7 @@ class CodeWalk(Encoder):
         if data := self._texts.extension(module):
             self.parts[f"extension {module.__name__}"] = data.encode()
 
-    def held_module(self, module: types.ModuleType, path: str) -> bytes:
-        """Bytes of a Python module that code has as a value, and may pass on."""
-        self._held.add(id(module))
-        return self.python_module(module, path)
-
-    def _imported(self, name: str, package: str | None, is_held: bool, catches: bool) -> bytes:
+    def _imported(self, name: str, package: str | None) -> bytes:
         """Bytes of a module that code imports as it runs, or of a name that it takes from one."""
         data = name.encode()
         for full in resolved(name, package):
@@ -706,14 +539,9 @@ class CodeWalk(Encoder):
                     if self.origins.of(module) in ("project", "installed"):
                         data += self.python_module(module, place)
                     self._whole[id(module)] = module
-                    self._held |= {id(module)} if is_held else set()
                     continue
                 self.reads.append((_loaded, place))  # once it is imported, its names can be read
-                if not sourcecode.is_known_root(place) and (spec := spec_of(place)) and spec.has_location:
-                    self.not_imported.add(place)
-                    data += text_bytes(sourcecode.file_digest(spec.origin or ""))
-                    if catches:  # it may have failed for a reason that no file shows
-                        data += self.unreadable(_MISSING, f"{place} (not imported)")
+                self.not_imported.add(place)
         return data
 
     def installed(self, obj: Any, name: str) -> bytes:
@@ -723,34 +551,24 @@ class CodeWalk(Encoder):
             root, loaded = module.partition(".")[0], sys.modules.get(module)
             file = getattr(loaded, "__file__", None) or ""
             version = f"{sourcecode.package_version(root)} {sourcecode.file_digest(file)}"
-            if loaded and sourcecode.is_newer(file) and sourcecode.loaded_differs(loaded, self._texts):
-                version += self.unreadable(loaded, f"{module} (its file has been changed)").hex()
             self._versions[module] = version
             words = self._texts.words(file)
             self.uses.others |= words
-            self._words_of_others |= words if root not in libraries.RELATED else set()
         return text_bytes(f"{module} {name} {self._versions[module]}")
 
     def operator(self, value: Any, path: str) -> bytes:
-        """Write down an operator of torch: its name, and the user's functions if it is a custom one."""
-        name = libraries.operator_name(value)
-        state = libraries.definition(value)
-        if state is None:
-            unknown = self.unreadable(value, path) if libraries.registered_otherwise(name) else b""
-            return b"u" + text_bytes(str(value)) + unknown
-        part = f"operator {name}"
-        if part not in self.parts:
-            self.parts[part] = b""  # this comes first, as its functions may refer to it
-            kept = {field: state[field] for field in OPERATOR_FIELDS if field in state}
-            self.scopes += [(state, field, content) for field, content in kept.items()]
-            self.dicts += [content for content in kept.values() if isinstance(content, (dict, set))]
-            self.reads += [(_values_of, content) for content in kept.values() if isinstance(content, dict)]
-            self.parts[part] = self.encode(kept, name)
-        return b"u" + text_bytes(str(value))
+        """Bytes of an operator of torch: its name, and the user's functions if it is a custom one."""
+        code = libraries.code_of_operator(value)
+        return b"u" + text_bytes(str(value)) + (self.encode(code, path) if code else b"")
 
-    def functions(self) -> list[types.FunctionType]:
-        """The functions that were read."""
-        return [value for _, value in self.reads if isinstance(value, types.FunctionType)]
+
+def _reached(methods: Mapping[str, types.FunctionType]) -> set[str]:
+    """The names in a class's forward and in the methods that it names."""
+    names, more = set[str](), {"forward"}
+    while more:
+        found = [names_in(methods[name].__code__) for name in more & methods.keys()]
+        names, more = names | more, set().union(*found) - names - more
+    return names
 
 
 def _generated(kind: type, function: Any) -> types.CodeType | None:
@@ -788,8 +606,3 @@ def _values_in(names: Iterable[str], environment: Mapping[str, str]) -> tuple[An
     """How many variables there are, and the values of some: equal texts are identical."""
     values = [str(len(environment)), *[environment.get(name, "") for name in names]]
     return tuple(map(sys.intern, values))
-
-
-def _values_of(registry: dict[Any, Any]) -> tuple[Any, ...]:
-    """The values of a dict, to be compared by identity."""
-    return tuple(registry.values())

@@ -398,7 +398,6 @@ _WRITERS: dict[type, Callable[[Any], Any]] = {
 
 
 INNER = "in "  # prefix of the path of a value inside an object or dict, in the texts for people
-ORDER = "order of attributes"  # the part for code that iterates over attributes
 _MOST_SHOWN = 200
 # A part of a walk with such a name is a single value.
 _PLAIN_PARTS = (

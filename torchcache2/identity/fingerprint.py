@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torchcache2.core.process import computed_once
-from torchcache2.identity.encoding import INNER, ORDER, digest
+from torchcache2.identity.encoding import INNER, digest
 
 _MOST_LINES = 50
 _MOST_ALIKE = 3  # more parts with the same difference share a line
@@ -77,6 +77,9 @@ def changes(
 
     `containers` has the changes of containers, by path; see `Guard.changed_containers`.
     """
+    imports = [name for name in now.parts if name.startswith("import ")]
+    if late := [name for name in imports if before.parts.get(name) != now.parts[name]]:
+        return {f"{name} ran for the first time": "" for name in late}  # so that its names are new
     lines: dict[str, str] = {}
     told = set()
     for kind, path, text in _changed(before, now):
@@ -113,7 +116,6 @@ def _changed(before: Fingerprint, now: Fingerprint) -> Iterator[tuple[str, str, 
         if name.startswith(INNER) and before.values[name] != now.values[name]
     ]
     apart = {name for name in parts if before.parts.get(name) != now.parts.get(name)}
-    apart -= {ORDER} if len(apart) > 1 else set()  # other attributes have another order, too
     for name in sorted(apart, key=lambda name: (name.startswith("weights "), name)):
         kind, _, path = name.partition(" ")
         if kind == "tensor" and f"weights {path}" in parts:

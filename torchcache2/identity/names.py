@@ -1,6 +1,6 @@
 """How code uses names: which it names, and what it reads from each variable and attribute, or only writes.
 
-Bytecode tells the globals with their attributes, the imports, and what cannot be followed. Source tells what
+Bytecode tells the globals with their attributes, and the imports. Source tells what
 is read: a counter, a list that is only appended to, or an attention map kept for a plot changes no output.
 Of a configuration, only fields that code reads count. Attributes are identified by name alone, whatever their
 object, as an object may be reached under many names.
@@ -11,12 +11,10 @@ from __future__ import annotations
 import ast
 import dis
 import importlib.util
-import re
-import sys
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping
-from importlib.machinery import ModuleSpec
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -26,10 +24,6 @@ from torchcache2.identity.sourcecode import code_objects, names_in, parse
 _SKIPPED = ("CACHE", "EXTENDED_ARG", "PUSH_NULL", "PRECALL", "KW_NAMES")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 _TAKING = frozenset(dis.opmap[name] for name in ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_NAME"))
-_BY_NAME = ("getattr", "vars")
-IMPORTING = ("import_module", "__import__")
-# Attributes that lead to code without naming it.
-_LEADS_ANYWHERE = ("__subclasses__", "__globals__")
 
 
 class Names(NamedTuple):
@@ -37,85 +31,26 @@ class Names(NamedTuple):
 
     chains: list[tuple[str, ...]]  # globals and their attributes, as ``(name, attr, …)``
     imports: list[str]  # imports at run time, with imported names: ``..package.name``
-    looked_up: list[tuple[str, ...]]  # chains whose attributes it reads by computed names
-    unfollowed: list[str]  # other ways to reach what it does not name
-
-
-def steps_of(code: types.CodeType) -> list[dis.Instruction]:
-    """The instructions of code, with one name each: splits those of Python 3.13 that have two."""
-    found = []
-    for step in dis.get_instructions(code):
-        names = re.findall("(?:LOAD|STORE)_FAST", step.opname)
-        if len(names) == 2:
-            pairs = zip(names, step.argval, strict=True)
-            found += [step._replace(opname=name, argval=variable) for name, variable in pairs]
-        elif step.opname not in _SKIPPED:
-            found.append(step)
-    return found
-
-
-def chains_in(steps: list[dis.Instruction]) -> Iterator[tuple[int, int]]:
-    """Start and end of each chain of attributes; any instruction may begin one."""
-    start = 0
-    while start < len(steps):
-        end = start + 1
-        while end < len(steps) and steps[end].opname in _ATTRIBUTES:
-            end += 1
-        yield start, end
-        start = end
 
 
 def names_of(code: types.CodeType) -> Names:
     """The names in code and in its nested code."""
-    chains, imports, looked_up = set[tuple[str, ...]](), set[str](), set[tuple[str, ...]]()
-    unfollowed = names_in(code).intersection(_LEADS_ANYWHERE)
+    chains, imports = set[tuple[str, ...]](), set[str]()
     for inner in code_objects(code):
         if _TAKING.isdisjoint(inner.co_code[::2]):  # most small functions use no name, and `dis` is slow
             continue
-        steps = steps_of(inner)
+        steps = [step for step in dis.get_instructions(inner) if step.opname not in _SKIPPED]
         imported = ""
-        is_lookup = False  # the chain is the first argument of ``getattr`` or the like
-        for start, end in chains_in(steps):
-            step, chain = steps[start], _chain(steps[start:end])
+        for start, step in enumerate(steps):
             if step.opname == "IMPORT_NAME":
                 imported = "." * steps[start - 2].argval + str(step.argval)
                 imports.add(imported)
             elif step.opname == "IMPORT_FROM":
                 imports.add(f"{imported}{'' if imported.endswith('.') else '.'}{step.argval}")
-                if step.argval in IMPORTING and steps[end].argval != step.argval:
-                    unfollowed.add(step.argval)  # it gets another name
-            elif chain:
-                is_text = steps[end].opname == "LOAD_CONST" and isinstance(steps[end].argval, str)
-                if chain[-1] in IMPORTING and is_text and steps[end + 1].opname.startswith("CALL"):
-                    imports.add(str(steps[end].argval))
-                elif chain[-1] in IMPORTING:
-                    unfollowed.add(chain[-1])
-                elif is_lookup and is_text and _is_argument(steps[end + 1 :]):
-                    chain += (str(steps[end].argval),)
-                elif is_lookup:
-                    looked_up.add(chain)
-                chains.add(chain)
-            is_lookup = len(chain) == 1 and chain[0] in _BY_NAME and not is_lookup
-    return Names(sorted(chains), sorted(imports), sorted(looked_up), sorted(unfollowed))
-
-
-def _is_argument(steps: list[dis.Instruction]) -> bool:
-    """Whether a constant text is an argument: next comes the call, or a simple default."""
-    if steps[0].opname.startswith("CALL"):
-        return True
-    _, end = next(chains_in(steps))
-    is_default = steps[0].opname.startswith("LOAD_") and steps[0].opname not in _ATTRIBUTES
-    return is_default and steps[end].opname.startswith("CALL") and steps[end].arg == 3
-
-
-def _chain(steps: list[dis.Instruction]) -> tuple[str, ...]:
-    """The names in a chain that begins with a global, or with a function that imports."""
-    names = tuple(str(step.argval) for step in steps)
-    if steps[0].opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-        return names
-    # The code may have imported the importing function itself.
-    importing = [n for n, step in enumerate(steps) if step.argval in IMPORTING and "LOAD_" in step.opname]
-    return names[importing[0] :] if importing else ()
+            elif step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                taken = takewhile(lambda one: one.opname in _ATTRIBUTES, steps[start + 1 :])
+                chains.add((str(step.argval), *[str(one.argval) for one in taken]))
+    return Names(sorted(chains), sorted(imports))
 
 
 def resolved(name: str, package: str | None) -> list[str]:
@@ -128,24 +63,6 @@ def resolved(name: str, package: str | None) -> list[str]:
         return []
 
 
-def spec_of(name: str) -> ModuleSpec | None:
-    """Find a module without importing it; None if there is none."""
-    outer = name.rpartition(".")[0]
-    folders: list[str] | None = None
-    if outer in sys.modules:
-        folders = list(getattr(sys.modules[outer], "__path__", ()))
-    elif outer:
-        folders = list(getattr(spec_of(outer), "submodule_search_locations", None) or ())
-    for finder in sys.meta_path if folders or not outer else ():
-        try:
-            spec = finder.find_spec(name, folders)
-        except Exception:  # another library's finder may raise anything
-            continue
-        if spec is not None:
-            return spec
-    return None
-
-
 _ALL = ""  # instead of an attribute: all of the value is read
 _FILLING = ("append", "appendleft", "clear", "extend", "extendleft", "insert", "update", "__setitem__")
 _ADDING = (*_FILLING, "add", "subtract")  # as statements only: tensors' methods return results
@@ -153,7 +70,7 @@ _ADDING = (*_FILLING, "add", "subtract")  # as statements only: tensors' methods
 _DYNAMIC = frozenset(
     (
         *("getattr", "hasattr", "vars", "dir", "locals", "globals", "eval", "exec", "attrgetter"),
-        *("getmembers", "methodcaller", "format", "format_map", "getattr_static", "_getframe"),
+        *("getmembers", "methodcaller", "getattr_static", "_getframe"),
         *("currentframe", "__dict__", "__getattribute__", "__getattr__", "__setattr__", "__delattr__"),
         *("__getstate__", "__reduce__", "__reduce_ex__", "__closure__", "__globals__"),
     )
@@ -178,7 +95,6 @@ class Uses(NamedTuple):
     added: set[str]  # ``self.name += 1``, ``name.append(1)``; ``name[]`` of ``name[key] = …``; ``name.clear``
     is_dynamic: bool = False  # it reads attributes by computed names
     passes_self: bool = False  # it uses its first argument other than for attributes
-    catches: bool = False  # it may continue after an exception, such as a missing key
     refilled: Collection[str] = ()  # names that it assigns or clears, then reads
     collected: Collection[str] = ()  # names that it writes as a hook, to be read later
     others: Collection[str] = ()  # attributes that unknown code may read
@@ -194,8 +110,8 @@ class Uses(NamedTuple):
             return False
         if f"{key}.clear" in self.added and type(value) not in (list, dict, set, OrderedDict):
             return False  # others have more state, such as a default
-        if f"{key}[]" in self.added and (type(value) not in _MAPPINGS or self.catches):
-            return False  # whether writing succeeds depends on the content
+        if f"{key}[]" in self.added and type(value) not in _MAPPINGS:
+            return False
         # Adding to other types may run the user's code.
         is_passive = is_plain(value) or type(value) in _CONTAINERS or isinstance(value, Tensor)
         return is_passive if key in self.added else key in self.assigned
@@ -241,10 +157,10 @@ def taken_by(code: types.CodeType) -> set[str]:
 
 
 def _texts(constant: object) -> Iterator[str]:
-    """The names in a text, as in ``"name"``, ``"name.attribute"`` and ``"{0.name}"``."""
+    """The names in a text, as in ``"name"`` and ``"name.attribute"``."""
     if isinstance(constant, str):
-        parts = re.findall(r"\w+", constant) if "{" in constant else constant.split(".")
-        if "{" in constant or all(part.isidentifier() for part in parts):  # most texts are sentences
+        parts = constant.split(".")
+        if all(part.isidentifier() for part in parts):  # most texts are sentences
             yield from map(unmangled, parts)
     elif isinstance(constant, (tuple, frozenset)):
         for one in constant:
@@ -263,7 +179,7 @@ def uses_of(code: types.CodeType, source: str) -> Uses:
         return _Scan(node).uses()
     names = taken_by(code).union(code.co_freevars)
     reads = {key: {_ALL} for name in names for key in (name, f".{name}")}
-    return Uses(reads, set(), set(), not _DYNAMIC.isdisjoint(names), passes_self=True, catches=True)
+    return Uses(reads, set(), set(), not _DYNAMIC.isdisjoint(names), passes_self=True)
 
 
 class _Scan:
@@ -278,7 +194,6 @@ class _Scan:
         # The pattern's class decides which attributes it reads.
         self._is_dynamic = any(isinstance(node, ast.MatchClass) for node in nodes)
         self._outer = {n for one in nodes if isinstance(one, (ast.Global, ast.Nonlocal)) for n in one.names}
-        self._catches = any(map(_catches, nodes))
         arguments = [*function.args.posonlyargs, *function.args.args]
         self._first = arguments[0].arg if arguments else None
         bound = [getattr(node, field, None) for node in nodes for field in ("arg", "name", "asname", "rest")]
@@ -289,7 +204,7 @@ class _Scan:
         self._visit(function, set())
 
     def uses(self) -> Uses:
-        flags = self._is_dynamic, self._passes_self, self._catches
+        flags = self._is_dynamic, self._passes_self
         return Uses(self._reads, self._assigned, self._added, *flags, self._refilled)
 
     def _visit_all(self, nodes: list[Any], assigned: set[str]) -> None:
@@ -354,19 +269,14 @@ class _Scan:
             self._visit(node.value, assigned, attribute)
 
     def _call(self, node: ast.Call, assigned: set[str]) -> bool:
-        """Visit a call of ``getattr`` with a constant name, or of ``format`` of a constant text."""
+        """Visit a call of ``getattr`` with a constant name."""
         called, args = node.func, list[Any](node.args)
-        if isinstance(called, ast.Name) and called.id in ("getattr", "hasattr") and len(args) > 1:
-            name = getattr(args[1], "value", None)
-            if not isinstance(args[1], ast.Constant) or not isinstance(name, str):
-                return False
-            self._visit(args.pop(0), assigned, name)
-        elif not (isinstance(called, ast.Attribute) and called.attr.startswith("format")):
+        if not (isinstance(called, ast.Name) and called.id in ("getattr", "hasattr") and len(args) > 1):
             return False
-        elif isinstance(called.value, ast.Constant):
-            args.append(called.value)
-        else:
+        name = getattr(args[1], "value", None)
+        if not isinstance(args[1], ast.Constant) or not isinstance(name, str):
             return False
+        self._visit(args.pop(0), assigned, name)
         self._visit_all([*args, *node.keywords], assigned)
         return True
 
@@ -411,13 +321,6 @@ def _key(node: Any) -> str:
     return node.id if isinstance(node, ast.Name) else f".{unmangled(node.attr)}"
 
 
-def _catches(node: ast.AST) -> bool:
-    """Whether code after a statement may run after an exception in it."""
-    if isinstance(node, ast.With):
-        return not all(ast.unparse(item.context_expr).startswith("torch.") for item in node.items)
-    return bool(getattr(node, "handlers", ()))
-
-
 class UseTable:
     """The uses in all code of a walk that the forward may reach.
 
@@ -428,7 +331,6 @@ class UseTable:
     def __init__(self) -> None:
         self.others: set[str] = set()  # names in code of installed packages: attributes they may read
         self.is_dynamic = False  # whether some code is unknown
-        self.computes_names = False  # whether a builtin reads attributes by given names
         self.root: type | None = None  # a class whose methods may all be called from outside
         self._codes: list[tuple[Uses, str | None, type | None]] = []
         self._total: tuple[tuple[int, int, bool], Uses, set[type]] | None = None
@@ -441,7 +343,6 @@ class UseTable:
         """Note a class or function that code may call under any name, and that may read attributes."""
         if getattr(value, "__name__", "") in _DYNAMIC:
             self.is_dynamic = True
-            self.computes_names |= not isinstance(value, types.FunctionType)
 
     def of(self, kind: type) -> Uses:
         """All uses of attributes, for instances of a class."""
@@ -455,7 +356,7 @@ class UseTable:
         """The uses in reached code, and the classes with a method that passes on its object."""
         reads: dict[str, set[str]] = {}
         refilled, collected = set[str](), set[str]()
-        total = Uses(reads, set(), set(), self.is_dynamic, False, False, refilled, collected, self.others)
+        total = Uses(reads, set(), set(), self.is_dynamic, False, refilled, collected, self.others)
         waiting, passing, count = self._codes, set[type](), -1
         while len(waiting) != count:
             count, left = len(waiting), []
@@ -470,8 +371,7 @@ class UseTable:
                 total.added.update(uses.added)
                 refilled.update(uses.refilled)
                 collected.update(uses.collected)
-                is_dynamic, catches = total.is_dynamic or uses.is_dynamic, total.catches or uses.catches
-                total = total._replace(is_dynamic=is_dynamic, catches=catches)
+                total = total._replace(is_dynamic=total.is_dynamic or uses.is_dynamic)
                 if uses.passes_self and owner is not None:
                     passing.add(owner)
             waiting = left

@@ -16,8 +16,7 @@ from torchcache2.core.settings import CacheSettings
 from torchcache2.identity.encoding import digest, texts_of
 from torchcache2.identity.fingerprint import Fingerprint, changes, of_root
 from torchcache2.identity.guard import Guard, Undo
-from torchcache2.identity.marks import original
-from torchcache2.identity.obstacles import ShardedError, UnsteadyLayer, sharding, unseeded_draws, unsteady
+from torchcache2.identity.obstacles import ShardedError, UnsteadyLayer, sharding, unsteady
 from torchcache2.identity.sourcecode import CompiledTexts
 from torchcache2.identity.tensors import TensorWatch
 from torchcache2.identity.walk import Lazy, Loaded, Walk
@@ -47,9 +46,7 @@ class Facts(NamedTuple):
     is_parametrized: bool = False  # a submodule is parametrized
     unsteady: UnsteadyLayer | None = None  # the first layer that draws random numbers or mixes items
     names_grad: bool = False  # its code may turn grad mode on
-    not_imported: str = ""  # a module that code imports at run time, if not known before
     sharded: str | None = None  # the part that waits for other processes, as weights are sharded
-    unseeded: str | None = None  # code that draws unseeded random numbers
 
 
 class History:
@@ -119,7 +116,6 @@ class NamespaceKeeper:
             self._values: dict[str, str] = {}
             self._is_known = False
             self._has_old_casts = False
-            self._awaited: set[str] = set()  # modules seen before their import
             self._weights: dict[str, bytes] = {}  # their digests as of the last look; namespaces with these
             self._namespaces: list[bytes] = []
 
@@ -212,7 +208,7 @@ class NamespaceKeeper:
         if self._lock.was_torn():
             self.reset()
         module = _owner(root)
-        guard = None if self._tensors.has_lazy or self._facts.not_imported else self._guard
+        guard = None if self._tensors.has_lazy else self._guard
         self._tensors.same_forms()
         if guard is not None and guard.same(module):
             return
@@ -261,15 +257,12 @@ class NamespaceKeeper:
             any("parametrizations" in children_of(part) for part in parts),
             next(filter(None, map(unsteady, parts)), None),
             walk.names_grad,
-            not_imported=min(walk.not_imported - self._awaited, default=""),
-            unseeded=next(iter(unseeded_draws(walk.functions(), original(root), self.methods)), None),
         )
-        self._awaited |= walk.not_imported
         for name in sorted(walk.assigned):
             self._tell(logger.info, f"{name} is assigned by forward and not part of the key")
         self.unread = walk.unread
         is_told = self._settings.persistent_module_hash is not None or self._is_argument
-        if walk.unread and not (is_told or self._facts.not_imported):
+        if walk.unread and not is_told:
             names = listed(sorted(set(walk.unread)))
             self._tell(
                 logger.warning,

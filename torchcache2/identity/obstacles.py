@@ -1,37 +1,20 @@
 """What of a module keeps it from being cached, as far as one can see without running it.
 
-Weights that are sharded over processes, so that forwards wait for each other; layers that draw random numbers
-or mix items; and code that draws unseeded random numbers.
+Weights that are sharded over processes, so that forwards wait for each other; and layers that draw random
+numbers or mix items.
 """
 
 from __future__ import annotations
 
-import dis
-import os
-import random
-import secrets
-import sys
-import types
-import uuid
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 from torch import Tensor, nn
 
 from torchcache2.core.private import BATCH_NORMS, DROPOUTS, FSDP_MARK, FSDP_MODULES, buffers_of, parameters_of
-from torchcache2.identity.names import chains_in, steps_of
-from torchcache2.identity.sourcecode import cells_of, code_objects, names_in, origin
 
-_FROM_SYSTEM: list[Any] = [os.urandom, random.SystemRandom, uuid.uuid1, uuid.uuid4]
-_FROM_SYSTEM += [vars(secrets)[name] for name in secrets.__all__ if name != "compare_digest"]
-_GENERATORS: list[Any] = [random.Random, np.random.default_rng, np.random.RandomState, np.random.SeedSequence]
-_GENERATORS += [np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64]
-_NAMES = {value.__name__ for value in (*_FROM_SYSTEM, *_GENERATORS)} | {*secrets.__all__}
-_SYSTEM, _MAKERS = set(map(id, _FROM_SYSTEM)), set(map(id, _GENERATORS))
-_CONSTRUCTORS = ("__init__", "__new__", "__post_init__")  # run before any call
 _ZERO_MARK = "ds_id"  # DeepSpeed's ZeRO-3 sets it on each sharded parameter
 
 
@@ -107,74 +90,3 @@ def unsteady(module: nn.Module) -> UnsteadyLayer | None:
         if rate > 0:
             return UnsteadyLayer(name, "drops out")
     return None
-
-
-def unseeded_draws(
-    functions: Iterable[types.FunctionType], root: Any, methods: Iterable[str] = ()
-) -> list[str]:
-    """Where project code draws unseeded numbers, for people, such as ``Net.forward names uuid.uuid4``.
-
-    Skips methods that only constructors call. The call goes to `root` itself, or to its `methods`.
-    """
-    waiting = [function for function in functions if origin(function) == "project"]
-    names = set(methods)
-    found: dict[str, None] = {}
-    while called := [one for one in waiting if one is root or _may_run(one, names)]:
-        waiting = [one for one in waiting if not any(one is other for other in called)]
-        for function in called:
-            names |= names_in(function.__code__)
-            found |= dict.fromkeys(f"{function.__qualname__} names {path}" for path in _draws(function))
-    return list(found)
-
-
-def _may_run(function: types.FunctionType, names: set[str]) -> bool:
-    """Whether a call whose code uses these names may run a function."""
-    name, outer = function.__name__, function.__qualname__.rpartition(".")[0]
-    if name in _CONSTRUCTORS:
-        return False
-    if not outer or outer.endswith("<locals>") or name == "forward":
-        return True
-    is_private = name.startswith("__") and not name.endswith("__")
-    return name.startswith("__") > is_private or any(taken.endswith(name) for taken in names)
-
-
-def _draws(function: types.FunctionType) -> Iterator[str]:
-    scope = function.__globals__
-    taken = names_in(function.__code__)
-    local = {name: value for name, _, value in cells_of(function)}
-    reached = [*map(scope.get, taken), *local.values()]
-    if _NAMES.isdisjoint(taken) and (_SYSTEM | _MAKERS).isdisjoint(map(id, reached)):
-        return
-    for steps in map(steps_of, code_objects(function.__code__)):
-        module: Any = None
-        for start, end in chains_in(steps):
-            step, name, value = steps[start], str(steps[start].argval), None
-            if step.opname == "IMPORT_NAME":
-                is_outermost = steps[start - 1].argval is None  # as for ``import os.path``
-                value = module = sys.modules.get(name.partition(".")[0] if is_outermost else name)
-            elif step.opname == "IMPORT_FROM":
-                value = _attribute(module, name)
-            elif step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-                value = local.get(name, scope.get(name))
-            elif step.opname.startswith(("LOAD_FAST", "LOAD_DEREF")):
-                value = local.get(name)
-            for inner in steps[start + 1 : end]:
-                value = _attribute(value, inner.argval)
-            if value is not None and steps[end].opname.startswith("STORE_"):
-                local[str(steps[end].argval)] = value
-            path = ".".join(str(one.argval) for one in steps[start:end])
-            if id(value) in _SYSTEM and step.opname != "IMPORT_FROM":
-                yield path
-            elif id(value) in _MAKERS and _is_call_without_seed(steps[end:]):
-                yield f"{path}() without a seed"
-
-
-def _attribute(value: Any, name: str) -> Any:
-    return vars(value).get(name) if isinstance(value, types.ModuleType) else None
-
-
-def _is_call_without_seed(steps: list[dis.Instruction]) -> bool:
-    count = int(steps[0].opname == "LOAD_CONST" and steps[0].argval is None)  # as in ``default_rng(None)``
-    if count and steps[1].opname == "LOAD_CONST" and isinstance(steps[1].argval, tuple):
-        steps = steps[1:]  # the name of the argument
-    return steps[count].opname.startswith("CALL") and steps[count].arg == count

@@ -33,7 +33,7 @@ from torchcache2.core.process import ProcessLock
 
 Origin = Literal["project", "installed", "torch", "builtin"]
 
-_LOADED = time.time()  # older installed files have not changed since they were loaded
+_LOADED = time.time()  # older files have not changed since they were loaded
 _OURS = __name__.partition(".")[0]
 _SITE = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("purelib", "platlib"))
 _STDLIB = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib"))
@@ -42,8 +42,6 @@ _PARSING = ProcessLock()
 _PARSED_AGAIN = 10
 _MOST_TEXTS = 1000
 _MARSHAL_VERSION = 2  # the last version whose bytes do not depend on reference counts
-_BEGINS = re.compile(r"[^\s#)\]}]")  # first character of an outermost statement's line
-_IMPORTS = re.compile(r"import [\w., ]+(#|$)|from [\w.]+ import ")
 _WORD = re.compile(r"[.'\"](\w+)")
 _FUTURE = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names})
 _SITE_NAMES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
@@ -103,12 +101,6 @@ class Origins:
         return self.of(value if is_code else type(value)) == "project"
 
 
-def is_known_root(module: str) -> bool:
-    """Whether a module belongs to the standard library, torch, or this library by its name."""
-    root = module.partition(".")[0]
-    return root in sys.stdlib_module_names or root in ("torch", _OURS)
-
-
 def package_version(root: str) -> str:
     """Version of the installed package that provides a top-level module; empty if unknown."""
     version = getattr(sys.modules.get(root), "__version__", None)
@@ -158,32 +150,13 @@ def _text_at(code: types.CodeType, file_lines: list[str], start: int) -> str | N
     return ast.get_source_segment(text, lambdas[0]) if len(lambdas) == 1 else text + compiled(code)
 
 
-def loaded_differs(module: types.ModuleType, texts: CompiledTexts) -> bool:
-    """Whether an imported module's functions differ from its file now."""
-    file = getattr(module, "__file__", None) or ""
-    codes = [code for value in list(vars(module).values()) for code in _codes_of(value, file)]
-    if not codes or not file.endswith(".py"):
-        return False
-    linecache.checkcache(file)
-    lines = linecache.getlines(file)  # none if it cannot be read
-    return not lines or not all(texts.have(code, lines) for code in codes)
-
-
-def _codes_of(value: Any, file: str) -> Iterator[types.CodeType]:
-    """Code of a function, or of a class's methods, from this file."""
-    for one in list(vars(value).values()) if isinstance(value, type) else [value]:
-        for function in map(inspect.unwrap, functions_in(one)):
-            if isinstance(function, types.FunctionType) and function.__code__.co_filename == file:
-                yield function.__code__
-
-
-def is_newer(path: str) -> bool:
-    """Whether a file may have changed since this process began to import."""
+def _is_as_loaded(path: str) -> bool:
+    """Whether this is a file that has not changed since this process began to import."""
     try:
         status = os.stat(path)
     except OSError:
         return False
-    return max(status.st_mtime, status.st_ctime) >= _LOADED
+    return max(status.st_mtime, status.st_ctime) < _LOADED
 
 
 def compiled(code: types.CodeType) -> str:
@@ -232,49 +205,17 @@ class CompiledTexts:
             return frozenset()
 
     def have(self, code: types.CodeType, lines: list[str]) -> bool:
-        """Whether these lines of its file compile to this code.
-
-        First tries just the code's outermost statement, as compiling a whole file takes far longer. Keeps the
-        imports above it, since calls on imported names compile differently from calls on other globals. If
-        pytest has rewritten the code's assertions, the file must be older than the process.
-        """
-        names = [name for inner in code_objects(code) for name in (*inner.co_names, *inner.co_varnames)]
-        if any(name.startswith("@py") for name in names):
-            return not is_newer(code.co_filename)
-        first, last = _statement(lines, code.co_firstlineno - 1)
-        data = _marshalled(code)
-        for text in [*_imports(lines[:first]), *lines[first:last]], lines:
-            # Notebook cells inherit the ``__future__`` imports of earlier cells; the flags tell which.
-            if data in self._compiled(code.co_filename, "".join(text), code.co_flags & _FUTURE):
-                return True
-        return False
+        """Whether these lines of its file compile to this code, which an edit may have changed since."""
+        if _is_as_loaded(code.co_filename):
+            return True
+        # Notebook cells inherit the ``__future__`` imports of earlier cells; the flags tell which.
+        texts = self._compiled(code.co_filename, "".join(lines), code.co_flags & _FUTURE)
+        return _marshalled(code) in texts
 
 
 def _words(file: str, *_: int) -> frozenset[str]:
     with open(file, encoding="utf-8", errors="replace") as opened:
         return frozenset(_WORD.findall(opened.read()))
-
-
-def _statement(lines: list[str], position: int) -> tuple[int, int]:
-    """Start and end of what looks like the outermost statement around a line."""
-    first = min(position, len(lines) - 1)
-    while first > 0 and not _BEGINS.match(lines[first]):
-        first -= 1
-    last = first + 1
-    while last < len(lines) and (lines[last - 1].startswith("@") or not _BEGINS.match(lines[last])):
-        last += 1
-    return max(first, 0), last
-
-
-def _imports(lines: list[str]) -> list[str]:
-    """The lines with only top-level imports kept, as far as a simple check can tell."""
-    found: list[str] = []
-    is_open = False  # within parentheses
-    for line in lines:
-        is_import = is_open or _IMPORTS.match(line) is not None
-        found.append(line if is_import else "\n")
-        is_open = is_import and (is_open or "(" in line) and ")" not in line
-    return found
 
 
 def _compiled(file: str, text: str, flags: int) -> frozenset[bytes]:
@@ -304,13 +245,6 @@ def _with_sorted_sets(code: types.CodeType) -> types.CodeType:
         for one in code.co_consts
     ]
     return code.replace(co_consts=tuple(constants))
-
-
-def functions_in(value: Any) -> Iterator[types.FunctionType]:
-    """The Python functions of a function, method, property or wrapper."""
-    names = ("__func__", "fget", "fset", "fdel", "func", "__wrapped__")
-    found = [value, *[getattr(value, name, None) for name in names if not isinstance(value, type)]]
-    yield from [one for one in found if isinstance(one, types.FunctionType)]
 
 
 def code_objects(code: types.CodeType) -> Iterator[types.CodeType]:

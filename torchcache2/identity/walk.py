@@ -75,7 +75,6 @@ _WATCHED = (  # what `Guard` and `NamespaceKeeper` use of a walk: lists that can
     *("modules", "scopes", "cells", "reads", "dicts", "written", "written_scopes", "written_cells"),
     *("generators", "lazies"),
 )
-_LOGGER_FIELDS = frozenset(vars(logging.Logger(""))) | {"manager"}
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _MOST_TEXT = 4096  # characters, or bytes, of a reported value
 _PICKLED = ("pandas.", "PIL.")  # objects of these packages also hold caches that they do not pickle
@@ -178,17 +177,19 @@ class Walk(CodeWalk):
         self._bulk = Bulk(self.most_before_bulk, self.held_in_bulk)
         self._notes: dict[str, Any] = {}  # plain values inside of objects, by path
         self._noted: set[int] = set()
+        self._read(root)
+
+    def _read(self, root: Any) -> None:
+        """Write everything, in rounds: each may find more code, which reads more."""
         self.parts["format"] = str(_FORMAT).encode()
         self.parts["root"] = self.encode(root, "")
         for hooks in private.GLOBAL_HOOKS:
             for number, hook in enumerate(hooks.values()):
                 self.parts[f"hook (global) {number}"] = self.encode(hook, f"global hook {number}")
         self.write_replaced()
-        # Each round may find more code, which reads more.
-        while self.write_all() or self._read_fields() or self._distrust():
+        while self.write_all() or self._read_fields():
             pass
         self._close_fields()
-        self.write_order()
         self.watch_all()
         self.names_grad |= any("enable_grad" in name or "grad_enabled" in name for name in self.parts)
 
@@ -238,7 +239,7 @@ class Walk(CodeWalk):
             return b"".join(map(sized, sorted(self.encode(element, f"{path}{{…}}") for element in ordered)))
         if isinstance(value, dict):
             if libraries.left_out(type(value)):
-                value = self.without_skipped(type(value), plain_dict(value), path)
+                value = self.without_skipped(type(value), plain_dict(value))
             self._note(value, value, path)
         return super().contents(value, path)
 
@@ -268,7 +269,7 @@ class Walk(CodeWalk):
     def fields(self, value: Any, path: str) -> dict[str, Any]:
         """The fields of a dataclass by name, without those that are left out."""
         fields = self.without_ignored(super().fields(value, path), f"{path}.")
-        fields = self.without_skipped(type(value), fields, path)
+        fields = self.without_skipped(type(value), fields)
         self._note(value, fields, path)
         return fields
 
@@ -277,8 +278,7 @@ class Walk(CodeWalk):
         fields = getattr(type(value), "__dataclass_fields__", ())
         state = self.without_ignored(besides_value(value), f"{path}.")
         self.watch(value, state)
-        state = self.without_skipped(type(value), state, path)
-        self.in_order(type(value), state)
+        state = self.without_skipped(type(value), state)
         state = {name: item for name, item in state.items() if name not in fields}
         if isinstance(value, defaultdict):
             state["default_factory"] = value.default_factory
@@ -363,13 +363,12 @@ class Walk(CodeWalk):
             text = state["_tokenizer"].to_str()  # "truncation", "padding", "added_tokens", …
             state["_tokenizer"] = text[max(0, text.find('"added_tokens"')) :]
         cached = marks.cache_options(value) if "cache_instance" in state else []
-        state = self.without_skipped(kind, marks.without_ours(state), path)
+        state = self.without_skipped(kind, marks.without_ours(state))
         if qualified_name(kind) == "tokenizers.Tokenizer":
             self.reads.append((_tokenizer, value))
         hidden = _hidden(value, state) if self.origins.of(kind) == "installed" else set()
         state = {name: item for name, item in state.items() if name not in hidden}
         self._note(value, state, path)
-        self.in_order(kind, state)
         head = self.klass(kind, path) + self.state(state, path)
         head += self.encode(cached, path) if cached else b""
         if not is_pickled and not hidden and has_plain_state(value):
@@ -475,7 +474,7 @@ class Walk(CodeWalk):
             names += [name for name in ours if name not in names]
         skipped = fields.keys() - watched.keys()
         self.modules.append((module, names, skipped))
-        for name, value in self.without_skipped(kind, watched, path).items():
+        for name, value in self.without_skipped(kind, watched).items():
             self._attributes.append(_Field(kind, name, f"{where}{name}", value, names, skipped, set()))
         if marks.LAZY_ATTRIBUTE in own:
             self._lazy(own[marks.LAZY_ATTRIBUTE], path)
@@ -521,15 +520,6 @@ class Walk(CodeWalk):
                     field.skipped.add(field.name)
                     if field.name in field.names:
                         field.names.remove(field.name)
-
-    def _distrust(self) -> bool:
-        """Write containers that code only adds to, if their content may matter anyway."""
-        catches = self.uses.of(object).catches
-        doubted = [one for one in self.written if self.unread or (catches and isinstance(one[1], dict))]
-        due = [one for one in doubted if id(one[1]) not in self.containers]
-        for name, container in due:
-            self.parts[f"global {name}"] = self.encode(container, name)
-        return bool(due)
 
     def _lazy(self, lazy: Lazy, path: str) -> None:
         """Write how a lazy module is loaded. If it is loaded, watch it like any other.
@@ -615,17 +605,6 @@ def _generator(walk: Walk, value: Any, path: str) -> bytes:
     return _class_alone(walk, value, path)
 
 
-def _logger(walk: Walk, value: logging.Logger, path: str) -> bytes:
-    """By its name; unreadable if it has more state than the standard library's own."""
-    walk.dicts.append(vars(value))
-    state = {name: item for name, item in vars(value).items() if name not in _LOGGER_FIELDS}
-    head, origin = b"h" + text_bytes(value.name), walk.origins.of(type(value))
-    if origin == "installed" or (origin == "builtin" and not state):
-        return head
-    walk.watch(value, state)
-    return head + walk.unreadable(value, path) + walk.klass(type(value), path) + walk.state(state, path)
-
-
 def _fleeting(walk: Walk, value: Any, path: str) -> bytes:
     """For values that differ between threads, or depend on other objects being alive."""
     if walk.is_foreign:  # such as the cache of functools.singledispatch
@@ -654,14 +633,14 @@ _TABLE: dict[type, Callable[[Walk, Any, str], bytes]] = {
     type: Walk.klass,
     types.FunctionType: _function,
     types.MethodType: _fields_of(b"m", "__func__", "__self__"),
-    types.ModuleType: Walk.held_module,
+    types.ModuleType: Walk.python_module,
     staticmethod: _fields_of(b"hs", "__func__"),
     classmethod: _fields_of(b"hc", "__func__"),
     property: _fields_of(b"hp", "fget", "fset"),
     functools.cached_property: _fields_of(b"hf", "func"),
     type(functools.lru_cache(print)): _fields_of(b"hl", "__wrapped__"),
     weakref.ReferenceType: lambda walk, value, path: b"w" + walk.encode(value(), path),
-    logging.Logger: _logger,
+    logging.Logger: lambda walk, value, path: b"h" + text_bytes(value.name),
     torch.jit.ScriptFunction: Walk.unreadable,
     torch.UntypedStorage: _storage,
     torch.TypedStorage: _storage,
