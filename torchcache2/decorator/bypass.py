@@ -141,8 +141,8 @@ def batch_advice(cause: str) -> str:
     `cause` is how that was found. For a part of a batch, outputs have another ``"shape"`` or ``"structure"``,
     the forward ``"raises"``, or values differ, as little as by ``"rounding"``, or more (``"values"``). An
     item has two outputs alone (``"random"``), or in one batch (``"repeat"``). A ``"found"`` batch differs
-    from a computed one. The module is dynamically ``"quantized"``. Outputs have several shapes, so they do not
-    ``"stack"``. An empty text: unknown by now.
+    from a computed one. The module is dynamically ``"quantized"``. Outputs have several shapes, so they do
+    not ``"stack"``. An empty text: unknown by now.
     """
     return _BATCH[cause]
 
