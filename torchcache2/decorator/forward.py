@@ -201,6 +201,7 @@ class Computation:
         call, count = self.call, self.call.batch_size
         positions = torch.arange(count, device="cpu")
         inputs, state = self._watched(call.args, call.kwargs, positions)
+        undo = self._undo(state) if self.checks.is_just_check else None
         output = self.forward(call.args, call.kwargs)
         self.ran = [output]
         stop = self._trace(inputs, state, output)
@@ -225,7 +226,10 @@ class Computation:
             if found is not None:
                 raise not_stored("batch", output, found.text, cause=found.cause)
         self._remember(shapes)
-        return self._own(output, inputs.tensors)
+        output = self._own(output, inputs.tensors)
+        if undo is not None:
+            undo(all_of_it=threading.active_count() == 1)
+        return output
 
     def _part(self, positions: Tensor) -> Any:
         """The output of some items; or, if items had outputs of another shape before, of the whole batch."""

@@ -268,7 +268,7 @@ class CallChecks(Checks):
             self.give_up(found)
             return False
         self._is_checked = is_turn
-        self.computes_parts = is_turn and what < _FOUND
+        self.computes_parts, self.is_just_check = is_turn and what < _FOUND, what >= _FOUND
         return True
 
     def give_up(self, found: int) -> None:

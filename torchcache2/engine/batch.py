@@ -79,6 +79,8 @@ class Checks:
     ----------
     computes_parts : bool
         Whether to compute parts of the batch by themselves, too.
+    is_just_check : bool
+        Whether all items were found, so that they are computed for nothing else.
     is_conclusive : bool
         Whether the forward could compute the requested items.
     seconds, of_parts : float
@@ -87,7 +89,7 @@ class Checks:
         Found items that were due to be checked, but whose forward could not run.
     """
 
-    computes_parts = False
+    computes_parts = is_just_check = False
     is_conclusive = True
     seconds = of_parts = 0.0
     unchecked = 0
