@@ -69,6 +69,8 @@ _CLASS_NOISE = frozenset(
         *("__slots__", "__slotnames__", "__dataclass_fields__", "__dataclass_params__"),
         *("__signature__", "__classdictcell__", "_member_map_", "_value2member_map_", "_unhashable_values_"),
         *("_hashable_values_", "_value_repr_", "__new_member__", "_generate_next_value_"),
+        # Compiled from the fields, with the address of the class.
+        *("__pydantic_core_schema__", "__pydantic_serializer__", "__pydantic_validator__"),
     )
 )
 # Further facts that code may ask of a class: names used for asking, and how to read them.
@@ -754,10 +756,12 @@ class CodeWalk(Encoder):
 
 
 def _generated(kind: type, function: Any) -> types.CodeType | None:
-    """The code of a function that was generated from the fields of a dataclass or named tuple."""
+    """The code of a function that was generated from the fields of a dataclass, named tuple or attrs class."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     has_fields = hasattr(kind, "__dataclass_fields__") or hasattr(kind, "_fields")
-    return code if has_fields and code is not None and code.co_filename == "<string>" else None
+    file = getattr(code, "co_filename", "")
+    # That of attrs for a hash contains Python's hash of a text, which differs in each process.
+    return code if (has_fields and file == "<string>") or file.startswith("<attrs generated ") else None
 
 
 def _function_in(value: Any) -> Any:

@@ -240,12 +240,14 @@ _LEFT_OUT = {
     # Raises if arguments differ from the exported ones, and returns nothing.
     ("torch", "GuardsFn"): ("forward",),
 }
-# Compiled Python functions: only the function and the options count, as the object refers to its compiler.
-_COMPILERS = {
+# Objects of which only some attributes count: compiled functions refer to their compiler, and trees' nodes,
+# which they pickle, have pointers.
+_COUNTED = {
     ("numba", "Dispatcher"): ("py_func", "targetoptions"),
     ("numba", "DUFunc"): ("__wrapped__", "targetoptions"),
+    ("scipy", "cKDTree"): ("data", "indices", "leafsize", "boxsize"),
 }
-_CLASSES = frozenset(name for _, name in [*_LEFT_OUT, *_COMPILERS])
+_CLASSES = frozenset(name for _, name in [*_LEFT_OUT, *_COUNTED])
 _CALLED = ("forward",)  # the package calls it, but ignores its result
 # These packages use such names only to save and describe models, not to compute.
 RELATED = ("accelerate", "diffusers", "peft", "sentence_transformers", "transformers")
@@ -258,7 +260,7 @@ def left_out(kind: type) -> list[str]:
 
 def counts_by(kind: type) -> list[str]:
     """The attributes that stand for an object of a class; none for most: there, all state counts."""
-    return _listed(_COMPILERS, kind)
+    return _listed(_COUNTED, kind)
 
 
 def _listed(table: Mapping[tuple[str, str], tuple[str, ...]], kind: type) -> list[str]:

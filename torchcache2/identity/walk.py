@@ -78,7 +78,9 @@ _WATCHED = (  # what `Guard` and `NamespaceKeeper` use of a walk: lists that can
 _LOGGER_FIELDS = frozenset(vars(logging.Logger(""))) | {"manager"}
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _MOST_TEXT = 4096  # characters, or bytes, of a reported value
-_PICKLED = ("pandas.", "PIL.")  # objects of these packages also hold caches that they do not pickle
+# Objects of these packages also hold caches that they do not pickle.
+_PICKLED = ("pandas.", "PIL.", "sympy.")
+_HANDLES = ("fd", "fileno", "handle")
 _SAYS_WHAT_TO_PICKLE = frozenset(("__getstate__", "__reduce__", "__reduce_ex__"))
 _HEAP_TYPE = 1 << 9  # `Py_TPFLAGS_HEAPTYPE`: set for every class made by Python code
 _OF_C = (types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType)
@@ -368,10 +370,15 @@ class Walk(CodeWalk):
             self.reads.append((_tokenizer, value))
         hidden = _hidden(value, state) if self.origins.of(kind) == "installed" else set()
         state = {name: item for name, item in state.items() if name not in hidden}
+        # The address of another attribute, as `CountVectorizer` keeps it, differs between processes.
+        addresses = {id(value), *map(id, state.values())}
+        state = {name: item for name, item in state.items() if type(item) is not int or item not in addresses}
         self._note(value, state, path)
         self.in_order(kind, state)
         head = self.klass(kind, path) + self.state(state, path)
         head += self.encode(cached, path) if cached else b""
+        if handles := [name for name in sorted(state) if _is_handle(name, state[name])]:
+            return self.unreadable(value, f"{path}.{handles[0]}") + head
         if not is_pickled and not hidden and has_plain_state(value):
             return b"o" + head
         if hasattr(kind, "__next__"):
@@ -382,6 +389,8 @@ class Walk(CodeWalk):
             reduced = None
         if isinstance(reduced, str):
             return b"R" + head + text_bytes(reduced)
+        if isinstance(reduced, tuple) and _has_unknown_numbers(kind, reduced):
+            return self.unreadable(value, path) + head
         if isinstance(reduced, tuple):
             tell = _pickled if is_pickled else _in_c
             if not qualified_name(kind).startswith(("tokenizers.", "functools.")):  # watched elsewhere
@@ -753,6 +762,21 @@ def _of_this_context(value: contextvars.ContextVar[Any]) -> tuple[Any, ...]:
 def _pickled(value: Any) -> list[Any]:
     """The parts of an object's pickle."""
     return [list(part) if hasattr(part, "__next__") else part for part in value.__reduce_ex__(4)]
+
+
+def _is_handle(name: str, value: Any) -> bool:
+    """Whether an attribute is a number that means something in this process only, such as a descriptor."""
+    return type(value) is int and name.strip("_") in _HANDLES
+
+
+def _has_unknown_numbers(kind: type, reduced: tuple[Any, ...]) -> bool:
+    """Whether a pickle that nobody has written has numbers: of all fields of a class, by Cython.
+
+    They may be pointers and handles, as in h5py.
+    """
+    is_unwritten = str(getattr(reduced[0], "__name__", "")).startswith("__pyx_unpickle_")
+    numbers = int in map(type, _flat([reduced[1][2:], *reduced[2:3]]))  # the second is a checksum
+    return is_unwritten and numbers and not kind.__module__.startswith("numpy.")
 
 
 def _in_c(value: Any) -> list[Any]:
