@@ -257,7 +257,9 @@ def test_handles_that_may_stand_for_another_file_count_in_this_process_only(kind
     for number in (2, 3):  # both files get the same descriptor
         (path := tmp_path / str(number)).write_bytes(bytes([number]))
         reader = kind(path)
-        scaled = torchcache(lambda x, reader=reader: x * reader.first(), persistent_cache_dir=tmp_path / "rows")
+        scaled = torchcache(
+            lambda x, reader=reader: x * reader.first(), persistent_cache_dir=tmp_path / "rows"
+        )
         assert torch.equal(scaled(X), X * number)
         scaled.cache_instance.flush()
         del scaled, reader

@@ -509,7 +509,7 @@ def _methods_with_arguments(kind: type) -> Iterator[str]:
 
 def _unwatch(module: nn.Module) -> None:
     for name, value in list(module.__dict__.items()):
-        if isinstance(value, _WatchedMethod):
+        if type(value) is _WatchedMethod:
             del module.__dict__[name]
             if name != value.__name__:  # also stored under another name
                 module.__dict__[name] = _original_method(module, value.__name__)

@@ -27,6 +27,7 @@ from typing import Any
 from torch import Tensor, nn
 from xxhash import xxh3_128
 
+from torchcache2.core.errors import attribute
 from torchcache2.core.private import OPERATOR_FIELDS
 from torchcache2.identity import libraries, marks, sourcecode
 from torchcache2.identity.encoding import ORDER, Encoder, public_module, qualified_name, sized, text_bytes
@@ -554,7 +555,7 @@ class CodeWalk(Encoder):
             self.parts[f"import {name} {owner}"] = self._imported(name, package, is_held, uses.catches)
         for chain in names.chains:
             value = self._chain(chain, function, uses, owner)
-            is_module = isinstance(value, types.ModuleType) and self.origins.of(value) == "project"
+            is_module = issubclass(type(value), types.ModuleType) and self.origins.of(value) == "project"
             if is_module and chain in names.looked_up:
                 self._unfollowed(function, f"attributes of {'.'.join(chain)} by computed names", owner)
         for name in names.unfollowed:
@@ -583,7 +584,7 @@ class CodeWalk(Encoder):
                 self._name_of_module(builtins, name)
             return None
         inside = value
-        while attributes and isinstance(value, types.ModuleType):
+        while attributes and issubclass(type(value), types.ModuleType):
             inside, scope, attribute = value, vars(value), attributes.pop(0)
             self.extension(inside)
             key = f".{attribute}"
@@ -605,7 +606,7 @@ class CodeWalk(Encoder):
         is_renamed = any(value is one for one in _IMPORTERS) and chain[-1] not in IMPORTING
         if is_renamed or any(value is one for one in _UNFOLLOWED):
             self._unfollowed(function, path, owner)
-        elif not isinstance(inside, types.ModuleType) or self._is_read(inside, value):
+        elif not issubclass(type(inside), types.ModuleType) or self._is_read(inside, value):
             for one, where in self.read_of(uses, key, value, path):
                 self.parts[f"global {where} {owner}"] = self.encode(one, where)
         else:
@@ -616,7 +617,7 @@ class CodeWalk(Encoder):
         """Whether code that names a value in a module reads its content: users' own, and others' settings."""
         if self.origins.of(module) == "project":
             return True
-        return self.origins.of(type(value)) == "installed" and type(getattr(value, "__dict__", None)) is dict
+        return self.origins.of(type(value)) == "installed" and type(attribute(value, "__dict__")) is dict
 
     def _unfollowed(self, function: types.FunctionType, what: str, owner: str) -> None:
         if id(function) not in self._constructors:
@@ -756,7 +757,7 @@ class CodeWalk(Encoder):
 
 
 def _generated(kind: type, function: Any) -> types.CodeType | None:
-    """The code of a function that was generated from the fields of a dataclass, named tuple or attrs class."""
+    """The code of a function generated from the fields of a dataclass, a named tuple or an attrs class."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     has_fields = hasattr(kind, "__dataclass_fields__") or hasattr(kind, "_fields")
     file = getattr(code, "co_filename", "")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchcache2.core.errors import attribute
 from torchcache2.core.private import (
     CUSTOM_OPERATORS,
     OPERATOR_CODE,
@@ -117,9 +118,9 @@ class InstalledCode:
     def _registries(self, scope: dict[str, Any], name: str) -> Iterator[dict[Any, Any]]:
         """The dicts in which a global keeps registered values, if not known yet."""
         value = scope[name]
-        places: list[tuple[Any, str]] = [(scope, name)] if isinstance(value, dict) else []
-        if isinstance(value, Mapping) and not isinstance(value, (dict, type)):
-            owners = [getattr(value, "__dict__", {}), *type(value).__mro__]
+        places: list[tuple[Any, str]] = [(scope, name)] if issubclass(type(value), dict) else []
+        if issubclass(type(value), Mapping) and not issubclass(type(value), (dict, type)):
+            owners = [attribute(value, "__dict__", {}), *type(value).__mro__]
             contents = [(owner, list(_scope_of(owner).items())) for owner in owners]
             places = [(owner, key) for owner, items in contents for key, one in items if type(one) is dict]
         for owner, place in places:
@@ -288,7 +289,7 @@ def without_captures(hooks: Mapping[int, Any]) -> list[tuple[int, Any]]:
     """
     kept, collected = [], set()
     for key, hook in hooks.items():
-        if getattr(hook, "__module__", None) == "transformers.utils.output_capturing":
+        if attribute(hook, "__module__") == "transformers.utils.output_capturing":
             what = inspect.getclosurevars(hook).nonlocals.get("key")
             if what not in collected:
                 collected.add(what)

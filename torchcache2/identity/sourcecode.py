@@ -29,6 +29,7 @@ from typing import Any, Literal, TypeVar
 
 from xxhash import xxh3_128_hexdigest
 
+from torchcache2.core.errors import attribute
 from torchcache2.core.process import ProcessLock
 
 Origin = Literal["project", "installed", "torch", "builtin"]
@@ -96,10 +97,10 @@ class Origins:
 
     def is_project(self, value: Any) -> bool:
         """Whether a value is project code, or an instance of a project class."""
-        if isinstance(value, functools.partial):
+        if issubclass(type(value), functools.partial):
             return self.is_project(value.func)
-        value = getattr(value, "__func__", value)
-        is_code = isinstance(value, (types.FunctionType, type))
+        value = attribute(value, "__func__", value)
+        is_code = issubclass(type(value), (types.FunctionType, type))
         return self.of(value if is_code else type(value)) == "project"
 
 
@@ -309,8 +310,8 @@ def _with_sorted_sets(code: types.CodeType) -> types.CodeType:
 def functions_in(value: Any) -> Iterator[types.FunctionType]:
     """The Python functions of a function, method, property or wrapper."""
     names = ("__func__", "fget", "fset", "fdel", "func", "__wrapped__")
-    found = [value, *[getattr(value, name, None) for name in names if not isinstance(value, type)]]
-    yield from [one for one in found if isinstance(one, types.FunctionType)]
+    found = [value, *[attribute(value, name) for name in names if not issubclass(type(value), type)]]
+    yield from [one for one in found if issubclass(type(one), types.FunctionType)]
 
 
 def code_objects(code: types.CodeType) -> Iterator[types.CodeType]:

@@ -33,7 +33,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchcache2.core import private
+from torchcache2.core.errors import TorchcacheError, attribute
+from torchcache2.core.logs import shown
 from torchcache2.core.settings import CacheSettings
+from torchcache2.core.sizes import is_out_of_memory
 from torchcache2.core.values import attributes
 from torchcache2.identity import libraries, marks
 from torchcache2.identity.codewalk import CodeWalk
@@ -60,6 +63,7 @@ from torchcache2.identity.obstacles import ShardedError, sharding
 from torchcache2.identity.sourcecode import CompiledTexts
 
 _FORMAT = 3
+_NONE = object()
 _COMPILED = (  # attributes that the compiler, and Lightning around it, put on modules and tensors
     *("_dynamo", "_torchdynamo", "_is_torch_compile", "_compiled_call_impl", "_compile_kwargs"),
     *("dynamo_ctx", "get_compiler_config"),
@@ -196,30 +200,40 @@ class Walk(CodeWalk):
 
     def encode(self, value: Any, path: str) -> bytes:
         """The bytes of `value`, or a token if there is too much of it."""
-        if self.ignore and self.ignores(value, path):
-            return b"-"
-        if self._places and isinstance(value, (str, os.PathLike)) and value:
-            number = self._places.get(os.path.abspath(os.fsdecode(value)))
-            if number is not None:
-                return b"file" + text_bytes(str(number))
-        if isinstance(value, UNCOUNTED):
-            return super().encode(value, path)
-        self._objects += 1
-        if self._objects > self.most_objects:
-            if self._objects == self.most_objects + 1:
-                self.unread.append(f"{path} (more than {self.most_objects} objects)")
-            return self._too_much
-        if issubclass(type(value), MUTABLE):  # by type, as an object may claim another `__class__`
-            self.containers.setdefault(id(value), (value, content(value), path))
-        elif type(value) is types.MappingProxyType:
-            self._tell(dict, value)
-            self.opaque.append(path)
         try:
+            if self.ignore and self.ignores(value, path):
+                return b"-"
+            if self._places and isinstance(value, (str, os.PathLike)) and value:
+                number = self._places.get(os.path.abspath(os.fsdecode(value)))
+                if number is not None:
+                    return b"file" + text_bytes(str(number))
+            if isinstance(value, UNCOUNTED):
+                return super().encode(value, path)
+            self._objects += 1
+            if self._objects > self.most_objects:
+                if self._objects == self.most_objects + 1:
+                    self.unread.append(f"{path} (more than {self.most_objects} objects)")
+                return self._too_much
+            if issubclass(type(value), MUTABLE):  # by type, as an object may claim another `__class__`
+                self.containers.setdefault(id(value), (value, content(value), path))
+            elif type(value) is types.MappingProxyType:
+                self._tell(dict, value)
+                self.opaque.append(path)
             return super().encode(value, path)
         except RecursionError:
             return self.unreadable(value, f"{path} (too deep)")
         except AttributeError:  # it hides basic attributes, such as `__class__`
             return self.unreadable(value, path)
+        except (TorchcacheError, ShardedError, UnencodableError):
+            raise
+        except Exception as error:  # raised by code of the object
+            if is_out_of_memory(error):
+                raise
+            return self.refused(value, path, error)
+
+    def refused(self, value: Any, path: str, error: Exception) -> bytes:
+        """End the walk at an object that cannot be read: no change of what it refers to would be noticed."""
+        raise UnencodableError(path, value, shown(error)) from error
 
     def kind(self, kind: type, path: str) -> bytes:
         """Walk a class."""
@@ -289,7 +303,7 @@ class Walk(CodeWalk):
     def other(self, value: Any, path: str) -> bytes:
         """Walk code and objects, by the table of types."""
         kind = type(value)
-        if isinstance(module := getattr(value, "__module__", None), str):
+        if isinstance(module := attribute(value, "__module__"), str):
             self.extension(sys.modules.get(module))
         if hasattr(kind, marks.ADDED_ATTRIBUTE):
             if not marks.is_ours(value):  # a user's subclass of `Cache` may compute something
@@ -323,7 +337,7 @@ class Walk(CodeWalk):
         else:
             scope = {}
         self.scopes += [(scope, name, item) for name, item in state.items() if name in scope]
-        slots = [name for name in state if name not in scope and hasattr(value, name)]
+        slots = [name for name in state if name not in scope and attribute(value, name, _NONE) is not _NONE]
         if slots:
             # At least two names, so that `attrgetter` returns a tuple.
             self.reads.append((attrgetter("__class__", *slots), value))
