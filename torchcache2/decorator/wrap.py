@@ -109,14 +109,17 @@ def decorate_function(
     For a method, it calls the instance's cache; without a `binding`, the class's one applies.
     """
 
+    own: list[Callable[..., Any]] = []  # a function that closes over itself is an endless loop to dill
+
     # Dynamo compiles this function, so keep it minimal.
     @with_own_code
     @functools.wraps(function)
     def cached(*args: Any, **kwargs: Any) -> Any:
         if is_exported():
             return function(*args, **kwargs)
-        return outside(_call, cached, method, args, kwargs)
+        return outside(_call, own[0], method, args, kwargs)
 
+    own.append(cached)
     setattr(cached, ORIGINAL_ATTRIBUTE, function)
     if method is not None:
         setattr(cached, BINDING, binding)
