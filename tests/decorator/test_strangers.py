@@ -1,4 +1,4 @@
-"""Objects that raise errors of their own wherever one looks: a call never raises what the plain one does not."""
+"""Objects that raise errors of their own wherever one looks: no call raises these."""
 
 import monai.data
 import monai.transforms

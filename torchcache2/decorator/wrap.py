@@ -108,7 +108,6 @@ def decorate_function(
 
     For a method, it calls the instance's cache; without a `binding`, the class's one applies.
     """
-
     own: list[Callable[..., Any]] = []  # a function that closes over itself is an endless loop to dill
 
     # Dynamo compiles this function, so keep it minimal.

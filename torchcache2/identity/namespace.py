@@ -96,6 +96,7 @@ class NamespaceKeeper:
         # Namespaces that may have rows of other weights, as an edit was noticed late.
         self.mistaken: list[bytes] = []
         self.ignored: list[str] = []  # paths left out by the user's `ignore`
+        self.arguments: set[str] = set()  # those that it may leave out
         self.walks = 0  # how often code and attributes have been read
         self.methods: set[str] = set()  # methods of an object that are called from outside
         self.lazies: list[Lazy] = []  # lazily loaded modules
@@ -242,7 +243,8 @@ class NamespaceKeeper:
         self._parts |= {name: text.encode() for name, text in options.items()}
         self._values |= options
         self.ignored = sorted(walk.ignored)
-        for text in walk.ignore.keys() - {text for found in walk.ignored.values() for text in found}:
+        matched = self.arguments.union(*walk.ignored.values())
+        for text in walk.ignore.keys() - matched:
             self._tell(
                 logger.warning,
                 f"ignore={text!r} matches nothing that the key covers: the names of "
