@@ -225,7 +225,7 @@ def test_ignored_arguments_reach_the_forward_and_have_no_key(log):
     function(x, other=2)
     assert function.cache_instance.stats().misses == 12
     assert "left out by ignore: argument bar" in function.cache_instance.explain()
-    assert [text.partition(" m")[0] for text in texts(log).splitlines()] == ["forward: ignore='sizes.x'"]
+    assert texts(log).count("matches nothing") == texts(log).count("ignore='sizes.x' matches nothing") == 1
 
 
 def test_brackets_are_no_wildcards():

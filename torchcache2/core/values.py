@@ -105,7 +105,7 @@ def register_value(cls: type, take_apart: Callable[[Any], Any], rebuild: Callabl
     Parameters
     ----------
     cls : type
-        A Python class that can be imported by its name.
+        A Python class that can be imported by its name, also a subclass of `torch.Tensor`.
     take_apart : callable
         ``take_apart(value)`` returns the parts of an object: tensors and arrays with a first dimension for
         the batch, lists with an entry per item, numbers, texts, and tuples, lists and dicts of them.
