@@ -250,7 +250,7 @@ def _may_be_path(value: Any) -> bool:
         return False
     text = os.fsdecode(value)
     _, dot, suffix = text[-_LONGEST_SUFFIX:].rpartition(".")
-    return (bool(dot) and suffix.isalnum()) or os.sep in text
+    return (bool(dot) and suffix.isalnum()) or (os.sep in text and text.strip(os.sep) != "")
 
 
 def _file_state(value: Any, path: str) -> bytes:
