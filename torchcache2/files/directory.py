@@ -282,8 +282,8 @@ class CacheDirectory:
             if name.startswith(_OBJECTS) and count >= _OFTEN:
                 path = name.partition(" ")[2].partition(" of ")[0]
                 logger.warning(
-                    "%s: %d earlier runs differ from this one in nothing but %s, so none finds rows "
-                    "of others. If no output depends on it, ignore=%r (for a dataset, name=) leaves it out of the key",
+                    "%s: %d earlier runs differ from this one in nothing but %s, so none finds rows of "
+                    "others. If no output depends on it, ignore=%r (for a dataset, name=) leaves it out",
                     now.get("class"),
                     count,
                     name,

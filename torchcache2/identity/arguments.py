@@ -243,14 +243,19 @@ class _ObjectKeepers:
 
 
 def _may_be_path(value: Any) -> bool:
-    """Whether a value may name a file or folder: it has a slash, or a suffix such as ``.safetensors``."""
+    """Whether a value may name a file or folder: it has a suffix such as ``.safetensors``, or a slash.
+
+    Most texts with a slash are prose: those with a space must begin like a path.
+    """
     if type(value) not in (str, bytes):
         return hasattr(type(value), "__fspath__")
     if len(value) > _LONGEST_PATH:
         return False
     text = os.fsdecode(value)
     _, dot, suffix = text[-_LONGEST_SUFFIX:].rpartition(".")
-    return (bool(dot) and suffix.isalnum()) or (os.sep in text and text.strip(os.sep) != "")
+    if dot and suffix.isalnum():
+        return True
+    return os.sep in text and (text[0] in "./" or " " not in text) and text.strip(os.sep) != ""
 
 
 def _file_state(value: Any, path: str) -> bytes:
