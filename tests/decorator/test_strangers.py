@@ -104,6 +104,15 @@ def test_arguments_outputs_and_datasets_may_raise_wherever_one_looks(kind, log):
     assert all(one.count("not cached") == 1 for one in warnings_in(log))
 
 
+@pytest.mark.parametrize("base", [object, nn.Module])
+def test_what_is_cached_may_refuse_missing_attributes(base, log):
+    kind = refusing("__getattr__", "__repr__", base=base, forward=lambda self, x: x * self.value)
+    held = torchcache(kind(), methods="forward")
+    for _ in range(2):
+        assert torch.equal(held.forward(X), X * 3.0)
+    assert cache_of(held).stats().hits == 4 and warnings_in(log) == []
+
+
 def test_lazy_imports_of_monai(log):
     transform = monai.transforms.ScaleIntensity()
     scaled = torchcache(lambda x: torch.stack([transform(one).as_tensor() for one in x]))

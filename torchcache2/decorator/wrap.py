@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchcache2.core.errors import DecorationError
+from torchcache2.core.errors import DecorationError, attribute
 from torchcache2.core.private import REPLICA_MARK, REPLICATE
 from torchcache2.core.process import ProcessLock
 from torchcache2.core.settings import CacheSettings
@@ -456,7 +456,7 @@ def _run_watched(
 ) -> Any:
     cache, watched = getattr(obj, "__dict__", {}).get("cache_instance"), _WATCHED.get()
     is_seen = cache is not None and cache.on_first_call is None
-    if is_seen or is_traced() or hasattr(obj, REPLICA_MARK):
+    if is_seen or is_traced() or attribute(obj, REPLICA_MARK) is not None:
         return method(*args, **kwargs)
     token = _WATCHED.set(watched | {id(obj)})
     try:

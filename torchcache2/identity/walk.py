@@ -504,7 +504,7 @@ class Walk(CodeWalk):
             self._lazy(own[marks.LAZY_ATTRIBUTE], path)
         if path and (options := marks.cache_options(module)):
             self.parts[f"cached {path}"] = self.encode(options, path)
-        self.parts[f"training {path}".rstrip()] = self.encode(getattr(module, "training", False), path)
+        self.parts[f"training {path}".rstrip()] = self.encode(attribute(module, "training", False), path)
         self.parts[label] = head + Encoder().encode(list(children), path)
         if not path:  # hooks of the root run outside of the forward, so what they collect is irrelevant
             containers = dict(self.containers)
