@@ -166,7 +166,7 @@ class CodeWalk(Encoder):
         self.uses.is_dynamic = True  # nothing is known about what this reads
         self.unread.append(path or type(value).__qualname__)
         _, token = self._tokens.setdefault(id(value), (value, os.urandom(16)))
-        return b"?" + token
+        return b"?%d " % os.getpid() + token  # forked siblings may each change what they have inherited
 
     def ignores(self, value: Any, path: str) -> bool:
         """Whether the user ignores the value at a path. Code always counts."""
