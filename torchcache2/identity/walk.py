@@ -84,7 +84,7 @@ GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rando
 _MOST_TEXT = 4096  # characters, or bytes, of a reported value
 # Objects of these packages also hold caches that they do not pickle.
 _PICKLED = ("pandas.", "PIL.", "sympy.")
-_HANDLES = ("fd", "fileno", "handle")
+_HANDLES = ("fd", "fileno", "handle")  # names of numbers that mean something in this process only
 _SAYS_WHAT_TO_PICKLE = frozenset(("__getstate__", "__reduce__", "__reduce_ex__"))
 _HEAP_TYPE = 1 << 9  # `Py_TPFLAGS_HEAPTYPE`: set for every class made by Python code
 _OF_C = (types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType)
@@ -208,7 +208,8 @@ class Walk(CodeWalk):
                 if number is not None:
                     return b"file" + text_bytes(str(number))
             if isinstance(value, UNCOUNTED):
-                return super().encode(value, path)
+                is_handle = type(value) is int and path.rpartition(".")[2].strip("_") in _HANDLES
+                return super().encode(value, path) + (self.unreadable(value, path) if is_handle else b"")
             self._objects += 1
             if self._objects > self.most_objects:
                 if self._objects == self.most_objects + 1:
@@ -391,8 +392,6 @@ class Walk(CodeWalk):
         self.in_order(kind, state)
         head = self.klass(kind, path) + self.state(state, path)
         head += self.encode(cached, path) if cached else b""
-        if handles := [name for name in sorted(state) if _is_handle(name, state[name])]:
-            return self.unreadable(value, f"{path}.{handles[0]}") + head
         if not is_pickled and not hidden and has_plain_state(value):
             return b"o" + head
         if hasattr(kind, "__next__"):
@@ -776,11 +775,6 @@ def _of_this_context(value: contextvars.ContextVar[Any]) -> tuple[Any, ...]:
 def _pickled(value: Any) -> list[Any]:
     """The parts of an object's pickle."""
     return [list(part) if hasattr(part, "__next__") else part for part in value.__reduce_ex__(4)]
-
-
-def _is_handle(name: str, value: Any) -> bool:
-    """Whether an attribute is a number that means something in this process only, such as a descriptor."""
-    return type(value) is int and name.strip("_") in _HANDLES
 
 
 def _has_unknown_numbers(kind: type, reduced: tuple[Any, ...]) -> bool:
