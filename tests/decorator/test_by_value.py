@@ -4,11 +4,12 @@ Ray's own cloudpickle keeps the names of files, so that other processes read the
 the package index puts ``<dynamic-code>`` in their place.
 """
 
+import dill
 import pytest
+import torch
 
 from tests.helpers import warm
-
-pytestmark = pytest.mark.slow
+from torchcache2 import torchcache
 
 # What a user writes; NUMBER stands for what an edit changes.
 USED = """
@@ -119,6 +120,17 @@ def here_and_elsewhere(folder, number, *, in_cells):
     return here, elsewhere[0]
 
 
+def test_dill_follows_a_function_to_a_cached_one():
+    cached = torchcache(lambda x: x * 2)
+
+    def used(x):
+        return cached(x) + 1
+
+    loaded = dill.loads(dill.dumps(used, recurse=True))  # as Hugging Face's datasets do
+    assert loaded(torch.ones(2, 3)).equal(torch.full((2, 3), 3.0))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("in_cells", [False, True], ids=["script", "notebook"])
 def test_what_is_pickled_by_value_is_cached_under_the_same_keys_in_all_processes_that_load_it(
     tmp_path, in_cells

@@ -260,13 +260,18 @@ def test_an_attribute_is_named_after_a_restart(tmp_path):
 
 
 def test_a_module_that_cannot_be_read_is_explained():
-    class Options(nn.Module):
-        def __getattr__(self, name):
-            return {"scale": 2.0}[name]
+    class Options:
+        def __getattribute__(self, name):
+            return {"scale": 2.0, "__class__": Options}[name]
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.options = Options()
 
         def forward(self, x):
-            return x * self.scale
+            return x * self.options.scale
 
-    cached = torchcache(Options())
+    cached = torchcache(Net())
     cached(torch.ones(2, 2))
-    assert "unreadable: reading it raised KeyError" in cached.cache_instance.explain()
+    assert "unreadable: reading options raised KeyError" in cached.cache_instance.explain()

@@ -3,6 +3,7 @@
 import collections
 import copy
 import io
+import os
 import time
 from pathlib import Path
 
@@ -253,10 +254,36 @@ def test_a_file_that_all_items_share_counts_with_its_state(tmp_path):
         scaled(X)
 
 
+@pytest.mark.parametrize("as_path", [str, Path, os.fsencode], ids=["text", "path", "bytes"])
+def test_a_path_counts_with_what_is_there(as_path, tmp_path, monkeypatch):
+    @torchcache
+    def scaled(x, folder):
+        return x * sum(float(path.read_text()) for path in Path(os.fsdecode(folder)).rglob("*.txt"))
+
+    state = tmp_path.stat()
+    for number, place in enumerate(("a", "b")):
+        (tmp_path / place / "data/inner").mkdir(parents=True)
+        (path := tmp_path / place / "data/inner/one.txt").write_text(f"{number + 2}")
+        os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))  # both have one size and time
+    for place, factor in (("a", 2), ("b", 3), ("a", 2)):
+        monkeypatch.chdir(tmp_path / place)
+        for folder in ("./data", tmp_path / place / "data"):
+            assert torch.equal(scaled(X, as_path(folder)), X * factor)
+    assert stats(scaled).hits == 2 * len(X)
+    (tmp_path / "a/data/inner/one.txt").write_text("15")
+    (tmp_path / "a/data/two.txt").write_text("5")
+    assert torch.equal(scaled(X, as_path("./data")), X * 20)
+    for number in range(1000):
+        (tmp_path / f"a/data/{number}").touch()
+    assert torch.equal(scaled(X, as_path("./data")), X * 20)
+    assert stats(scaled).bypasses == {"argument": len(X)}
+
+
 def test_texts_that_name_nothing_are_texts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.d").mkdir()
-    texts = ["", ".", "a.b", "folder.d", "a dog.", "Mr. Smith", "x" * 9000 + ".py", "a\0.py", "\ud800.py"]
+    texts = ["", ".", "/", "and/or", "a.b", "folder.d", "a dog.", "Mr. Smith", "x" * 9000 + ".py", "a\0.py"]
+    texts += ["\ud800.py"]
 
     @torchcache(item_args="texts")
     def lengths(texts):

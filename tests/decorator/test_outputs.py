@@ -14,7 +14,7 @@ import torch
 from tests.helpers import warm
 from tests.helpers.kinds import Frozen, Mapped, Plain, Point, Registered
 from tests.helpers.outputs import Notes, assert_same, bypasses, hits, misses, note, warnings_in
-from torchcache2 import Cache, Keys, OptionError, register_value, torchcache
+from torchcache2 import Cache, CachedDataset, Keys, OptionError, register_value, torchcache
 
 SOAK = bool(os.environ.get("SOAK"))
 ITEMS = torch.arange(48.0).reshape(12, 4)
@@ -384,6 +384,24 @@ def test_a_class_that_is_not_registered_in_another_process_is_a_miss(tmp_path):
         del Late._torchcache_value
     script = "import sys\nfrom tests.decorator.test_outputs import check_unknown\ncheck_unknown(sys.argv[1])"
     warm.run(script, str(tmp_path), imports=("transformers.utils",))
+
+
+class Marked(torch.Tensor):
+    """A subclass that holds nothing besides its data."""
+
+
+def test_a_registered_kind_of_tensor_is_kept():
+    register_value(Marked, lambda marked: marked.as_subclass(torch.Tensor), lambda x: x.as_subclass(Marked))
+    try:
+        function = torchcache(lambda x: [(x * 2).as_subclass(Marked), x])
+        data = CachedDataset([ITEMS[0].as_subclass(Marked)], memory_size="1MB")
+        for _ in range(2):
+            found = function(ITEMS)[0], data[0]
+            assert [type(one) for one in found] == [Marked] * 2
+            assert_same([one.as_subclass(torch.Tensor) for one in found], [ITEMS * 2, ITEMS[0]])
+        assert hits(function) == 12 and data.stats().hits == 1
+    finally:
+        del Marked._torchcache_value
 
 
 def test_what_cannot_be_registered():

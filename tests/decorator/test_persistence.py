@@ -557,3 +557,21 @@ def test_a_cache_without_a_module(path):
     assert _document(path / keys.namespace.hex())["class"] is None
     with contextlib.closing(pickle.loads(pickle.dumps(Cache(keys.namespace, settings)))) as cache:
         assert cache.fetch(keys, lambda positions: 1 / 0).tolist() == [0, 1, 4, 9]
+
+
+class OnlyHere:
+    def __init__(self, number):
+        self.numbers = {"of this process": number}
+
+
+def test_an_object_that_differs_in_each_run_is_named_once(tmp_path, log):
+    for number in range(5):
+        thing = OnlyHere(number)
+        scaled = torchcache(lambda x, thing=thing: x * len(vars(thing)), persistent_cache_dir=tmp_path)
+        scaled(torch.rand(4, 3))
+        scaled.cache_instance.close()
+        assert len(warnings_in(log)) == max(0, number - 2)
+        for folder in filter(os.path.isdir, tmp_path.iterdir()):
+            os.utime(folder, (1, 1))  # as if earlier runs had left it
+    assert "in nothing but default thing of function" in warnings_in(log)[0]
+    assert "ignore='thing'" in warnings_in(log)[0]

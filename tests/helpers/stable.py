@@ -155,6 +155,31 @@ def called():
     return Dispatching()
 
 
+def objects_of_libraries():
+    """What has addresses, memos and hashes among its state, or in the code that was made for its class."""
+    import attrs
+    import pydantic
+    import scipy.spatial
+    import sympy
+    from sklearn.feature_extraction.text import TfidfVectorizer
+
+    @attrs.frozen
+    class Attrs:
+        scale: float = 2.0
+
+    class Model(pydantic.BaseModel):
+        scale: float = 2.0
+
+    @pydantic.dataclasses.dataclass
+    class Data:
+        scale: float = 2.0
+
+    points = torch.arange(150.0).view(50, 3).sin().numpy()
+    texts = TfidfVectorizer().fit(["a cat sat", "the dog ran"])
+    tree = scipy.spatial.KDTree(points)
+    return holding([Attrs(), Model(), Data(), texts, tree, sympy.sin(sympy.symbols("x"))])
+
+
 MAKERS = {
     "graph": lambda: torch.fx.symbolic_trace(Net()),
     "graph in a module": lambda: Outer(torch.fx.symbolic_trace(Net())),
@@ -166,6 +191,7 @@ MAKERS = {
     "exported for any batch": HasGraph,
     "compiled": lambda: Outer(compiled()),
     "handle of a hook": with_handle,
+    "objects of libraries": objects_of_libraries,
     "set of functions": lambda: holding({lambda x: x + 1, lambda x: x * 2, lambda x: x * 3, shift}),
     "set of objects": lambda: holding([{Thing(i) for i in range(9)}, frozenset({Thing("a"), Thing("b")})]),
     "set of modules": with_set_of_modules,

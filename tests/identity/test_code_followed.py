@@ -660,7 +660,7 @@ def test_what_a_forward_loads_may_raise_when_it_is_read(installed, project, log)
     for _ in range(3):
         assert torch.equal(cached(X), X)
     assert cached.cache_instance.stats().bypasses["unreadable"] == 2 * len(X)
-    assert "reading it raised ValueError('not now')" in warnings_in(log)[0]
+    assert "reading written_lazy.late raised ValueError('not now')" in warnings_in(log)[0]
 
 
 def test_an_installed_module_that_is_imported_within_counts_by_its_file(installed, project):

@@ -207,6 +207,27 @@ def test_a_pattern_that_matches_nothing_is_warned_of_once(log):
     assert texts(log).count("ignore='tokenizer.mmeo' matches nothing") == 1 and "'seen' m" not in texts(log)
 
 
+def test_ignored_arguments_reach_the_forward_and_have_no_key(log):
+    given = []
+
+    def forward(x, size=1, *, table=None, **kwargs):
+        given.append((size, table, kwargs.get("bar")))
+        return x * 1
+
+    function = torchcache(forward, ignore=("size", "table", "bar", "sizes.x"), probe=False)
+    x, tables = torch.rand(4, 2), [torch.rand(4), object()]
+    function(x)
+    function(x, 2, table=tables[0], bar=len)
+    function(x, size=[3])
+    assert function.cache_instance.stats().hits == 8 and given == [(1, None, None)]
+    function(torch.cat([x, x + 1]), 5, table=tables[0], bar=tables[1])
+    assert given[1][0] == 5 and given[1][1] is tables[0] and given[1][2] is tables[1]
+    function(x, other=2)
+    assert function.cache_instance.stats().misses == 12
+    assert "left out by ignore: argument bar" in function.cache_instance.explain()
+    assert texts(log).count("matches nothing") == texts(log).count("ignore='sizes.x' matches nothing") == 1
+
+
 def test_brackets_are_no_wildcards():
     module = torchcache(item_args=("texts",), ignore=("config['lr']", "seen", "tokenizer.*"))(Encoder())
     cache = calls(module)

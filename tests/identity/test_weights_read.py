@@ -484,6 +484,16 @@ def step(module, between):
     optimizer.step()
 
 
+def step_while_not_looked_at(module):
+    module.requires_grad_(False)
+    module(X)
+    module.requires_grad_(True)
+    optimizer = torch.optim.Adam(module.parameters(), fused=True)
+    module.large.grad = torch.zeros_like(module.large)
+    optimizer.step()
+    module.requires_grad_(False)
+
+
 def edit_and_refresh(module):
     module.large.data[40, 40] = 3.0
     module.cache_instance.refresh()
@@ -494,6 +504,7 @@ UNTRACED = {
     "a step": functools.partial(step, between=lambda m: None),
     "a step, and modes": functools.partial(step, between=lambda m: m.train().eval()),
     "a step, and an attribute": functools.partial(step, between=lambda m: setattr(m, "factor", 3)),
+    "a step between looks at frozen weights": step_while_not_looked_at,
     "refresh": edit_and_refresh,
 }
 

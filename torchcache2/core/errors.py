@@ -141,3 +141,11 @@ def require(library: str, extra: str, wanted: str) -> Any:
         raise OptionError(
             f'{wanted} needs a library that is not installed: pip install "torchcache2[{extra}]" ({error})'
         ) from None
+
+
+def attribute(value: Any, name: str, otherwise: Any = None) -> Any:
+    """An attribute of anybody's object; `otherwise` if reading it raises, whatever that is."""
+    try:
+        return getattr(value, name, otherwise)
+    except Exception:
+        return otherwise

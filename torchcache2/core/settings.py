@@ -105,7 +105,8 @@ _OPTIONS = {
     "shared_args": _NAMES,
     "item_args": _NAMES,
     "ignore": _NAMES._replace(
-        expected="the path of an attribute or weight, or several, such as ('tokenizer.memo', '*.lora_*')"
+        expected="the path of an attribute or weight or the name of an argument, or several, such as "
+        "('tokenizer.memo', '*.lora_*')"
     ),
     "probe": _SWITCH,
     "strict": _SWITCH,
@@ -167,9 +168,10 @@ class CacheSettings:
         Arguments that are a list, tuple, array or column of a table with one entry per item, such as texts or
         images. An entry is part of its item's key. A function with such arguments needs no tensor.
     ignore : str or sequence of str
-        Paths of attributes, weights, closures and globals to leave out of the key. Outputs must not depend on
-        them; this is not checked. ``*`` matches any text, ``?`` one character. For example a tokenizer's memo
-        (``"tokenizer.memo"``), or disabled adapters (``"*.lora_*"``). Code always counts.
+        Paths of attributes, weights, closures and globals, and names of arguments, to leave out of the key.
+        Outputs must not depend on them; this is not checked. In paths, ``*`` matches any text, ``?`` one
+        character. For example a tokenizer's memo (``"tokenizer.memo"``), disabled adapters (``"*.lora_*"``),
+        or ``"show_progress_bar"``. Code always counts.
     probe : bool
         Whether to recompute some batches, in parts or as a whole, to check that an item's output does not
         depend on the rest of its batch.

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from torchcache2.core.errors import OptionError
+from torchcache2.core.errors import OptionError, attribute
 from torchcache2.core.logs import shown
 from torchcache2.core.private import pytree
 
@@ -105,7 +105,7 @@ def register_value(cls: type, take_apart: Callable[[Any], Any], rebuild: Callabl
     Parameters
     ----------
     cls : type
-        A Python class that can be imported by its name.
+        A Python class that can be imported by its name, also a subclass of `torch.Tensor`.
     take_apart : callable
         ``take_apart(value)`` returns the parts of an object: tensors and arrays with a first dimension for
         the batch, lists with an entry per item, numbers, texts, and tuples, lists and dicts of them.
@@ -201,7 +201,9 @@ def opened(value: Any, *, objects: bool = False) -> tuple[Any, Any, list[Any]] |
     if kind is dict:
         return kind, list(value), list(value.values())
     is_known, is_tuple = is_registered(kind), is_namedtuple(kind)
-    if isinstance(value, Tensor) or not (is_known or is_tuple or (objects and is_node(kind))):
+    if not (is_known or is_tuple or (objects and is_node(kind))):
+        return None
+    if issubclass(kind, Tensor) and not (objects and _VALUE in vars(kind)):
         return None
     context, functions, rest = None, None if is_known else _functions(kind), {}
     if kind is collections.OrderedDict:
@@ -417,7 +419,7 @@ def attributes(value: Any) -> dict[str, Any]:
         for slot in (slots,) if isinstance(slots, str) else slots:
             if slot not in ("__dict__", "__weakref__"):
                 name = f"_{base.__name__.lstrip('_')}{slot}" if _is_private(slot) else slot
-                state.setdefault(name, getattr(value, name, None))
+                state.setdefault(name, attribute(value, name))
     return state
 
 

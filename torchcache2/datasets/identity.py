@@ -218,6 +218,10 @@ class _DatasetWalk(Walk):
             data += self.encode(state_of(value), f"{path} (state)")
         return data
 
+    def refused(self, value: Any, path: str, error: Exception) -> bytes:
+        """Note an object that cannot be read."""
+        return self.unreadable(value, path)
+
     def klass(self, kind: type, path: str) -> bytes:
         """Write down a class."""
         return self._coded(super().klass, kind, path)

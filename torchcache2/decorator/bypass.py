@@ -26,13 +26,14 @@ from torchcache2.core.errors import (
     OutputError,
     TorchcacheError,
     UnhashableArgumentError,
+    attribute,
 )
 from torchcache2.core.logs import shown
 from torchcache2.core.private import keeps_parametrized
 from torchcache2.core.values import UnstorableError
 from torchcache2.engine.batch import NotStoredError, RefusedError
 from torchcache2.identity.arguments import BoundCall, Signature, UncachedArgumentError
-from torchcache2.identity.namespace import Facts, NamespaceKeeper, Seen
+from torchcache2.identity.namespace import Facts, NamespaceKeeper, Seen, reading
 
 _MOST_CALLS = 1024  # most bypassing calls before the next try
 _MOST_KINDS = 10_000
@@ -207,7 +208,7 @@ def of_reading(keeper: NamespaceKeeper, root: Any) -> Facts | BypassError:
     except TorchcacheError:
         raise
     except Exception as error:  # such as from a property that should raise `AttributeError`
-        return BypassError.because("unreadable", f"reading it raised {error!r}")
+        return BypassError.because("unreadable", reading(error))
 
 
 def of_module(keeper: NamespaceKeeper, root: Any, *, is_without_grad: bool) -> list[BypassError]:
@@ -293,7 +294,7 @@ def ask_weights(seen: Seen) -> None:
 
 def glance(root: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     """The kind of a call, cheaply: types of arguments, dimensions of tensors, flags and texts."""
-    marks = [torch.is_grad_enabled(), getattr(root, "training", None)]
+    marks = [torch.is_grad_enabled(), attribute(root, "training")]
     marks += map(_mark, args)
     for name, value in kwargs.items():
         marks += [name, _mark(value)]
@@ -303,7 +304,7 @@ def glance(root: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple
 def _mark(value: Any) -> Any:
     if type(value) in (Tensor, torch.nn.Parameter):  # reading attributes of subclasses may run any code
         return type(value), value.is_nested, value.layout, value.device.type, value.dim(), value.dtype
-    if value is None or isinstance(value, bool) or (isinstance(value, str) and len(value) <= _LONG):
+    if value is None or type(value) is bool or (type(value) is str and len(value) <= _LONG):
         return value
     return type(value)
 

@@ -140,7 +140,10 @@ class ModuleCache:
         shared, items = (
             self._own(names, plain) for names in (self.settings.shared_args, self.settings.item_args)
         )
-        self._known.signature = Signature(plain, shared=shared, item_args=items, method=self.method)
+        self._known.signature = Signature(
+            plain, shared=shared, item_args=items, method=self.method, ignore=self.settings.ignore
+        )
+        self.keeper.arguments |= self._known.signature.ignored
         self._is_without_grad = turns_grad_off(plain)
 
     def _own(self, names: Sequence[str], plain: Plain) -> tuple[str, ...]:
@@ -231,7 +234,9 @@ class ModuleCache:
             text = of_calls(*calls) if why is None else f"not cached: {why}"
         else:
             text = compared(self.name, self._class(), now, before, why, directory, self._made)
-        ignored = at_most([f"left out by ignore: {path}" for path in self.keeper.ignored])
+        names = self._known.signature.ignored - {*self.keeper.ignored}
+        paths = [*self.keeper.ignored, *[f"argument {name}" for name in sorted(names)]]
+        ignored = at_most([f"left out by ignore: {path}" for path in paths])
         return "\n".join([text, *ignored])
 
     warmup, estimate = warm_up, estimate  # methods; documented in `warmup.py`

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchcache2.core.errors import DecorationError
+from torchcache2.core.errors import DecorationError, attribute
 from torchcache2.core.private import REPLICA_MARK, REPLICATE
 from torchcache2.core.process import ProcessLock
 from torchcache2.core.settings import CacheSettings
@@ -108,6 +108,7 @@ def decorate_function(
 
     For a method, it calls the instance's cache; without a `binding`, the class's one applies.
     """
+    own: list[Callable[..., Any]] = []  # a function that closes over itself is an endless loop to dill
 
     # Dynamo compiles this function, so keep it minimal.
     @with_own_code
@@ -115,8 +116,9 @@ def decorate_function(
     def cached(*args: Any, **kwargs: Any) -> Any:
         if is_exported():
             return function(*args, **kwargs)
-        return outside(_call, cached, method, args, kwargs)
+        return outside(_call, own[0], method, args, kwargs)
 
+    own.append(cached)
     setattr(cached, ORIGINAL_ATTRIBUTE, function)
     if method is not None:
         setattr(cached, BINDING, binding)
@@ -454,7 +456,7 @@ def _run_watched(
 ) -> Any:
     cache, watched = getattr(obj, "__dict__", {}).get("cache_instance"), _WATCHED.get()
     is_seen = cache is not None and cache.on_first_call is None
-    if is_seen or is_traced() or hasattr(obj, REPLICA_MARK):
+    if is_seen or is_traced() or attribute(obj, REPLICA_MARK) is not None:
         return method(*args, **kwargs)
     token = _WATCHED.set(watched | {id(obj)})
     try:
@@ -509,7 +511,7 @@ def _methods_with_arguments(kind: type) -> Iterator[str]:
 
 def _unwatch(module: nn.Module) -> None:
     for name, value in list(module.__dict__.items()):
-        if isinstance(value, _WatchedMethod):
+        if type(value) is _WatchedMethod:
             del module.__dict__[name]
             if name != value.__name__:  # also stored under another name
                 module.__dict__[name] = _original_method(module, value.__name__)

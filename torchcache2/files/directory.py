@@ -27,6 +27,7 @@ import json
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,6 +44,11 @@ from torchcache2.files.filesystem import (
     write_whole,
 )
 from torchcache2.files.layout import FORMAT_VERSION, HEAD, RUN, SEGMENT, TEMPORARY
+
+_BEGAN = time.time()
+_MOST_COMPARED = 8  # namespaces of earlier runs
+_OFTEN = 3
+_OBJECTS = ("attribute ", "closure ", "default ", "global ", "value ")  # parts that `ignore` can leave out
 
 TAG = "CACHEDIR.TAG"
 LOCK = ".lock"
@@ -257,6 +263,32 @@ class CacheDirectory:
                 self.fs.sync_folder(self.path)  # its maker may have died before this
             document = {"format_version": FORMAT_VERSION, "namespace": namespace.hex(), **fingerprint}
             self._write(path, json.dumps(document, indent=1, sort_keys=True).encode())
+            with contextlib.suppress(OSError):
+                self._tell_of_others(document)
+
+    def _tell_of_others(self, now: dict[str, Any]) -> None:
+        """Warn if earlier runs have left namespaces that differ from a new one in the same object alone."""
+        folders = [one for one in self.fs.listing(self.path) if one.is_folder and one.mtime < _BEGAN]
+        latest = sorted(folders, key=lambda one: one.mtime)[-_MOST_COMPARED:]
+        others = [self.fingerprint(one.name) for one in latest if NAMESPACE_NAME.fullmatch(one.name)]
+        parts = now.get("parts", {})
+        alike = Counter[str]()
+        for other in others:
+            before = other.get("parts")
+            if other.get("class") == now.get("class") and isinstance(before, dict):
+                names = [name for name in parts.keys() | before.keys() if parts.get(name) != before.get(name)]
+                alike[names[0] if len(names) == 1 else ""] += 1
+        for name, count in alike.items():
+            if name.startswith(_OBJECTS) and count >= _OFTEN:
+                path = name.partition(" ")[2].partition(" of ")[0]
+                logger.warning(
+                    "%s: %d earlier runs differ from this one in nothing but %s, so none finds rows of "
+                    "others. If no output depends on it, ignore=%r (for a dataset, name=) leaves it out",
+                    now.get("class"),
+                    count,
+                    name,
+                    path,
+                )
 
     def fingerprint(self, namespace: str) -> dict[str, Any]:
         """The content of a namespace's ``fingerprint.json``; empty if it cannot be read."""

@@ -51,6 +51,8 @@ _DEFAULT = b"default"
 _ELEMENT = re.compile(r"(\w+)\[\d+\]")  # the path of a tensor in a list
 _KINDS = inspect.Parameter
 _LONGEST_SUFFIX = 13  # characters, with its dot
+_LONGEST_PATH = 4096
+_MOST_FILES = 1000  # in a folder among the arguments
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
 _UNCHANGING = (Tensor, torch.nn.Parameter, *_PLAIN)
 _MISSING = object()
@@ -240,19 +242,50 @@ class _ObjectKeepers:
 # The bytes of a call.
 
 
-def _is_file_name(text: str) -> bool:
-    """Whether a text may name a file: it ends in a dot and letters or digits, such as ``.safetensors``."""
+def _may_be_path(value: Any) -> bool:
+    """Whether a value may name a file or folder: it has a suffix such as ``.safetensors``, or a slash.
+
+    Most texts with a slash are prose: those with a space must begin like a path.
+    """
+    if type(value) not in (str, bytes):
+        return hasattr(type(value), "__fspath__")
+    if len(value) > _LONGEST_PATH:
+        return False
+    text = os.fsdecode(value)
     _, dot, suffix = text[-_LONGEST_SUFFIX:].rpartition(".")
-    return bool(dot) and suffix.isalnum()
+    if dot and suffix.isalnum():
+        return True
+    return os.sep in text and (text[0] in "./" or " " not in text) and text.strip(os.sep) != ""
 
 
-def _file_state(value: Any) -> bytes:
-    """The size of the file that a value names, and the time of its last change; empty if there is none."""
+def _file_state(value: Any, path: str) -> bytes:
+    """What is at a path: its absolute name, size and time of last change; empty if there is nothing.
+
+    Of a folder, those of all that is in it; `UnencodableError` if that is too much.
+    """
     try:
-        found = os.stat(value)
-    except (OSError, ValueError):
+        found, name = os.stat(value), os.path.abspath(os.fsencode(value))
+    except (OSError, ValueError, TypeError):
         return b""
-    return struct.pack("<qq", found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) else b""
+    places = [name]
+    if stat.S_ISDIR(found.st_mode):
+        for folder, folders, files in os.walk(name):
+            folders.sort()
+            places += [os.path.join(folder, one) for one in sorted([*folders, *files])]
+            if len(places) > _MOST_FILES:
+                raise UnencodableError(path, value, f"a folder with more than {_MOST_FILES:,} files")
+    elif not stat.S_ISREG(found.st_mode):
+        return b""
+    return b"".join(map(_state_of, places))
+
+
+def _state_of(place: bytes) -> bytes:
+    try:
+        found = os.stat(place)
+    except OSError:  # a link to nothing, or it is gone
+        return sized(place)
+    is_file = stat.S_ISREG(found.st_mode)
+    return sized(place) + (struct.pack("<qq", found.st_size, found.st_mtime_ns) if is_file else b"")
 
 
 class _ValueEncoder(Encoder):
@@ -260,9 +293,8 @@ class _ValueEncoder(Encoder):
 
     def encode(self, value: Any, path: str) -> bytes:
         """The bytes of `value`, and if it names a file, the state of that."""
-        data, kind = super().encode(value, path), type(value)
-        may_be_file = _is_file_name(value) if kind is str else hasattr(kind, "__fspath__")
-        return data + _file_state(value) if may_be_file else data
+        data = super().encode(value, path)
+        return data + _file_state(value, path) if _may_be_path(value) else data
 
     def other(self, value: Any, path: str) -> bytes:
         """Encode columns of tables, PIL images, and a tokenizer's encodings."""
@@ -539,7 +571,7 @@ class Signature:
 
     `method` is part of the key, as two methods of an object may get equal arguments. Tensors of the
     parameters in `shared` belong to the whole batch, and those in `item_args` have one entry per item. Raises
-    `OptionError` for names of no parameter.
+    `OptionError` for names of no parameter. Those in `ignore` reach the forward as they are, and have no key.
     """
 
     def __init__(
@@ -549,6 +581,7 @@ class Signature:
         shared: Iterable[str],
         item_args: Iterable[str] = (),
         method: str = "forward",
+        ignore: Iterable[str] = (),
     ) -> None:
         self._head = [b"()", method.encode()] if method != "forward" else []
         self._signature = inspect.signature(function)
@@ -567,8 +600,10 @@ class Signature:
         self._keywords = next((p.name for p in parameters if p.kind is _KINDS.VAR_KEYWORD), None)
         # Large models have dozens of such defaults, so encode them once.
         plain = [parameter for parameter in parameters if type(parameter.default) in _PLAIN]
-        plain = [one for one in plain if not (type(one.default) is str and _is_file_name(one.default))]
-        self._defaults = {p.name: (p.name.encode(), self._encode_default(p)) for p in plain}
+        plain = [one for one in plain if not _may_be_path(one.default)]
+        self._defaults: dict[str, tuple[bytes, ...]] = {
+            p.name: (p.name.encode(), self._encode_default(p)) for p in plain
+        }
         # How many arguments are required by position if none is given by name.
         required = [
             p
@@ -578,6 +613,10 @@ class Signature:
         is_simple = all(p.kind is not _KINDS.KEYWORD_ONLY for p in required)
         self._required = len(required) if is_simple else len(self._positional) + 1
         self._shared = self._options("shared_args", function, shared, method)
+        names = [one for one in ignore if one in self._signature.parameters or self._keywords is not None]
+        self.ignored = {one for one in names if one.isidentifier()}
+        self._shared += tuple(self.ignored)
+        self._defaults |= dict.fromkeys(self.ignored, ())
         self._item_args = self._options("item_args", function, item_args, method)
         if self._variadic in self._item_args:
             raise OptionError(f"item_args: *{self._variadic} is not one sequence with one entry per item")
@@ -683,7 +722,7 @@ class Signature:
         parts = [*self._head]
         for name, parameter in self._signature.parameters.items():
             value = arguments.get(name, _MISSING)
-            if value is _MISSING and name in self._defaults:
+            if name in self.ignored or (value is _MISSING and name in self._defaults):
                 parts += self._defaults[name]
             elif value is _MISSING:
                 if parameter.default is _KINDS.empty:
@@ -694,6 +733,8 @@ class Signature:
                     encoder.sequences.append((name, parameter.default))
             elif name == self._keywords:
                 for keyword, argument in value.items():
+                    if keyword in self.ignored:
+                        continue
                     path = f"{name}[{keyword!r}]"
                     parts += [path.encode(), self._encode(encoder, keyword, argument, path)]
             else:

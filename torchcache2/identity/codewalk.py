@@ -24,6 +24,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torchcache2.core.errors import attribute
 from torchcache2.identity import libraries, marks, sourcecode
 from torchcache2.identity.encoding import Encoder, public_module, qualified_name, sized, text_bytes
 from torchcache2.identity.guard import MUTABLE
@@ -60,6 +61,8 @@ _CLASS_NOISE = frozenset(
         *("__slots__", "__slotnames__", "__dataclass_fields__", "__dataclass_params__"),
         *("__signature__", "__classdictcell__", "_member_map_", "_value2member_map_", "_unhashable_values_"),
         *("_hashable_values_", "_value_repr_", "__new_member__", "_generate_next_value_"),
+        # Compiled from the fields, with the address of the class.
+        *("__pydantic_core_schema__", "__pydantic_serializer__", "__pydantic_validator__"),
     )
 )
 _FUNCTION_FIELDS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
@@ -133,7 +136,7 @@ class CodeWalk(Encoder):
         self.uses.is_dynamic = True  # nothing is known about what this reads
         self.unread.append(path or type(value).__qualname__)
         _, token = self._tokens.setdefault(id(value), (value, os.urandom(16)))
-        return b"?" + token
+        return b"?%d " % os.getpid() + token  # forked siblings may each change what they have inherited
 
     def ignores(self, value: Any, path: str) -> bool:
         """Whether the user ignores the value at a path. Code always counts."""
@@ -436,7 +439,7 @@ class CodeWalk(Encoder):
         if is_left_out or value is _MISSING:  # a builtin, or nothing, so that reading it would fail
             return
         inside = value
-        while attributes and isinstance(value, types.ModuleType):
+        while attributes and issubclass(type(value), types.ModuleType):
             inside, scope, attribute = value, vars(value), attributes.pop(0)
             self.extension(inside)
             key = f".{attribute}"
@@ -450,7 +453,7 @@ class CodeWalk(Encoder):
         self._constants |= {value} if type(value) is str else set()
         if any(value is one for one in _ENVIRONMENT):  # only the variables that code names count
             self._reads_environment |= function.__name__ != "__init__"  # its results are read
-        elif not isinstance(inside, types.ModuleType) or self._is_read(inside, value):
+        elif not issubclass(type(inside), types.ModuleType) or self._is_read(inside, value):
             for one, where in self.read_of(uses, key, value, path):
                 self.parts[f"global {where} {owner}"] = self.encode(one, where)
         else:
@@ -460,7 +463,7 @@ class CodeWalk(Encoder):
         """Whether code that names a value in a module reads its content: users' own, and others' settings."""
         if self.origins.of(module) == "project":
             return True
-        return self.origins.of(type(value)) == "installed" and type(getattr(value, "__dict__", None)) is dict
+        return self.origins.of(type(value)) == "installed" and type(attribute(value, "__dict__")) is dict
 
     def _only_writes(self, uses: Uses, name: str, value: Any) -> bool:
         """Whether nothing depends on the value of a variable, as far as one function uses it."""
@@ -572,10 +575,12 @@ def _reached(methods: Mapping[str, types.FunctionType]) -> set[str]:
 
 
 def _generated(kind: type, function: Any) -> types.CodeType | None:
-    """The code of a function that was generated from the fields of a dataclass or named tuple."""
+    """The code of a function generated from the fields of a dataclass, a named tuple or an attrs class."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     has_fields = hasattr(kind, "__dataclass_fields__") or hasattr(kind, "_fields")
-    return code if has_fields and code is not None and code.co_filename == "<string>" else None
+    file = getattr(code, "co_filename", "")
+    # That of attrs for a hash contains Python's hash of a text, which differs in each process.
+    return code if (has_fields and file == "<string>") or file.startswith("<attrs generated ") else None
 
 
 def _function_in(value: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from torchcache2.core.errors import attribute
 from torchcache2.core.private import (
     CUSTOM_OPERATORS,
     OPERATOR_CODE,
@@ -73,12 +74,14 @@ _LEFT_OUT = {
     # Raises if arguments differ from the exported ones, and returns nothing.
     ("torch", "GuardsFn"): ("forward",),
 }
-# Compiled Python functions: only the function and the options count, as the object refers to its compiler.
-_COMPILERS = {
+# Objects of which only some attributes count: compiled functions refer to their compiler, and trees' nodes,
+# which they pickle, have pointers.
+_COUNTED = {
     ("numba", "Dispatcher"): ("py_func", "targetoptions"),
     ("numba", "DUFunc"): ("__wrapped__", "targetoptions"),
+    ("scipy", "cKDTree"): ("data", "indices", "leafsize", "boxsize"),
 }
-_CLASSES = frozenset(name for _, name in [*_LEFT_OUT, *_COMPILERS])
+_CLASSES = frozenset(name for _, name in [*_LEFT_OUT, *_COUNTED])
 
 
 def left_out(kind: type) -> list[str]:
@@ -88,7 +91,7 @@ def left_out(kind: type) -> list[str]:
 
 def counts_by(kind: type) -> list[str]:
     """The attributes that stand for an object of a class; none for most: there, all state counts."""
-    return _listed(_COMPILERS, kind)
+    return _listed(_COUNTED, kind)
 
 
 def _listed(table: Mapping[tuple[str, str], tuple[str, ...]], kind: type) -> list[str]:
@@ -109,7 +112,7 @@ def without_captures(hooks: Mapping[int, Any]) -> list[tuple[int, Any]]:
     """
     kept, collected = [], set()
     for key, hook in hooks.items():
-        if getattr(hook, "__module__", None) == "transformers.utils.output_capturing":
+        if attribute(hook, "__module__") == "transformers.utils.output_capturing":
             what = inspect.getclosurevars(hook).nonlocals.get("key")
             if what not in collected:
                 collected.add(what)

@@ -6,6 +6,8 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
+from torchcache2.core.errors import attribute
+
 __version__ = "0.1.0"
 
 ORIGINAL_ATTRIBUTE = "_torchcache_original"  # attribute of a wrapper: what it wraps
@@ -20,7 +22,7 @@ def is_ours(value: Any) -> bool:
 
     Marks are not enough: `functools.wraps` copies them to other wrappers.
     """
-    scope = getattr(value, "__globals__", None)  # in some classes this is a descriptor
+    scope = attribute(value, "__globals__")  # in some classes this is a descriptor
     module = scope.get("__name__", "") if isinstance(scope, dict) else type(value).__module__
     return str(module).partition(".")[0] == __name__.partition(".")[0]
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from torchcache2.core.errors import attribute
 from torchcache2.identity.sourcecode import code_objects, names_in, parse
 
 _SKIPPED = ("CACHE", "EXTENDED_ARG", "PUSH_NULL", "PRECALL", "KW_NAMES")
@@ -130,7 +131,7 @@ def has_fields(value: Any, names: set[str]) -> bool:
     bases = kind.__mro__[:-1] if kind is not type else ()
     try:
         fields = object.__getattribute__(value, "__dict__") if kind is not type else vars(value)
-    except AttributeError:
+    except Exception:
         return False
     if kind is not type:
         odd = (nn.Module, Tensor, types.ModuleType, types.FunctionType)
@@ -341,7 +342,7 @@ class UseTable:
 
     def meet(self, value: Any) -> None:
         """Note a class or function that code may call under any name, and that may read attributes."""
-        if getattr(value, "__name__", "") in _DYNAMIC:
+        if attribute(value, "__name__") in _DYNAMIC:
             self.is_dynamic = True
 
     def of(self, kind: type) -> Uses:

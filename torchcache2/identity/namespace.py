@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from torchcache2.core.logs import ToldOnce, listed, logger
+from torchcache2.core.logs import ToldOnce, listed, logger, shown
 from torchcache2.core.private import autocast_keeps_weights, children_of
 from torchcache2.core.process import ProcessLock
 from torchcache2.core.settings import CacheSettings
-from torchcache2.identity.encoding import digest, texts_of
+from torchcache2.identity.encoding import UnencodableError, digest, texts_of
 from torchcache2.identity.fingerprint import Fingerprint, changes, of_root
 from torchcache2.identity.guard import Guard, Undo
 from torchcache2.identity.obstacles import ShardedError, UnsteadyLayer, sharding, unsteady
@@ -93,6 +93,7 @@ class NamespaceKeeper:
         # Namespaces that may have rows of other weights, as an edit was noticed late.
         self.mistaken: list[bytes] = []
         self.ignored: list[str] = []  # paths left out by the user's `ignore`
+        self.arguments: set[str] = set()  # those that it may leave out
         self.walks = 0  # how often code and attributes have been read
         self.methods: set[str] = set()  # methods of an object that are called from outside
         self.lazies: list[Lazy] = []  # lazily loaded modules
@@ -175,7 +176,7 @@ class NamespaceKeeper:
                     if self.look(root).namespace == before.namespace:
                         return _told(found)
                 except Exception as error:  # the next call is passed through as unreadable
-                    return f"the module changed, and reading it raised {error!r}"
+                    return f"the module changed, and {reading(error)}"
                 found |= changes(before, self.fingerprint, containers, module)
             elif (earlier := self.history.before(before)) is not None:  # another thread has looked
                 found |= changes(earlier, before, {}, module)
@@ -239,7 +240,8 @@ class NamespaceKeeper:
         self._parts |= {name: text.encode() for name, text in options.items()}
         self._values |= options
         self.ignored = sorted(walk.ignored)
-        for text in walk.ignore.keys() - {text for found in walk.ignored.values() for text in found}:
+        matched = self.arguments.union(*walk.ignored.values())
+        for text in walk.ignore.keys() - matched:
             self._tell(
                 logger.warning,
                 f"ignore={text!r} matches nothing that the key covers: the names of "
@@ -335,6 +337,13 @@ def _told(changes: Mapping[str, str]) -> str | None:
     patterns = repr(paths if len(paths) > 1 else "".join(paths))
     advice = f"; if no output depends on it, ignore={patterns} leaves it out of the key" if paths else ""
     return listed(list(changes)) + advice if changes else None
+
+
+def reading(error: Exception) -> str:
+    """How reading a module has failed, for people."""
+    if isinstance(error, UnencodableError):
+        return f"reading {error.path or 'it'} raised {error.reason}"
+    return f"reading it raised {shown(error)}"
 
 
 def _owner(root: Any) -> Any:

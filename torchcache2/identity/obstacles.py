@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
+from torchcache2.core.errors import attribute
 from torchcache2.core.private import BATCH_NORMS, DROPOUTS, FSDP_MARK, FSDP_MODULES, buffers_of, parameters_of
 
 _ZERO_MARK = "ds_id"  # DeepSpeed's ZeRO-3 sets it on each sharded parameter
@@ -81,7 +82,7 @@ def unsteady(module: nn.Module) -> UnsteadyLayer | None:
     if isinstance(module, BATCH_NORMS):
         if module.training or module.running_mean is None:
             return UnsteadyLayer(name, "normalises")
-    elif getattr(module, "training", False):  # some wrappers have no such flag
+    elif attribute(module, "training"):  # some wrappers have no such flag
         rate = 0.0
         if isinstance(module, DROPOUTS):
             rate = module.p

@@ -29,6 +29,7 @@ from typing import Any, Literal, TypeVar
 
 from xxhash import xxh3_128_hexdigest
 
+from torchcache2.core.errors import attribute
 from torchcache2.core.process import ProcessLock
 
 Origin = Literal["project", "installed", "torch", "builtin"]
@@ -94,10 +95,10 @@ class Origins:
 
     def is_project(self, value: Any) -> bool:
         """Whether a value is project code, or an instance of a project class."""
-        if isinstance(value, functools.partial):
+        if issubclass(type(value), functools.partial):
             return self.is_project(value.func)
-        value = getattr(value, "__func__", value)
-        is_code = isinstance(value, (types.FunctionType, type))
+        value = attribute(value, "__func__", value)
+        is_code = issubclass(type(value), (types.FunctionType, type))
         return self.of(value if is_code else type(value)) == "project"
 
 

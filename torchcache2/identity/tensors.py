@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any
 
@@ -132,7 +132,6 @@ class TensorWatch:
         self._has_forms: Callable[..., bool] | None = None
         self._state: list[list[Any]] | None = None  # what `_look` saw; None: read everything again
         self._marks: dict[int, tuple[Any, ...]] = {}
-        self._follows = False
         self._heads: list[Bytes1D] = []
         self._head_bytes = b""
         self._wholes: list[Any] = []  # tensors without version counters: host memory, or the tensor
@@ -150,7 +149,7 @@ class TensorWatch:
         known: dict[int, _Read] = {} if before is None else before._known
         mine = [id(tensor) for tensor in self.tensors]  # new tensors may get other ids
         self._known: dict[int, _Read] = {key: known[key] for key in mine if key in known}
-        if before is not None and before._follows:
+        if self.tensors:
             self._follow_optimizers()
         self.same_forms()
 
@@ -222,8 +221,6 @@ class TensorWatch:
     def refresh(self, *, read: bool = True) -> None:
         """Read tensors that may have changed; without `read`, only remember what would reveal a change."""
         self.same_forms()
-        if self.requires_grad and not self._follows:
-            self._follow_optimizers()
         whole = [] if self.is_blind else self._uncounted
         self._wholes = [t if t.device.type != "cpu" else memoryview(_content(t)) for t in whole]
         state, self._state, self._arriving = self._look(), None, None  # in case reading is interrupted
@@ -310,15 +307,21 @@ class TensorWatch:
         return {id(t): (pointer, *form, written.get(id(t))) for t, pointer, form in found}
 
     def _follow_optimizers(self) -> None:
-        # Fused optimizers write to tensors without moving their version counters.
-        watch = weakref.ref(self)
+        # Fused optimizers write to tensors without moving their version counters, also between two looks at
+        # which all are frozen. If one requires grad, every step counts, as it may write to a view of it.
+        watch, mine = weakref.ref(self), set(map(id, self.tensors))
 
         def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
-            if (this := watch()) is not None:
+            this = watch()
+            if this is not None and (this.requires_grad or any(map(mine.__contains__, _stepped(optimizer)))):
                 this.forget()
 
-        self._follows = True
         weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
+
+
+def _stepped(optimizer: Any) -> Iterator[int]:
+    """The ids of the tensors of an optimizer."""
+    return (id(tensor) for group in optimizer.param_groups for tensor in group.get("params", ()))
 
 
 def _pointer(tensor: Tensor) -> int:

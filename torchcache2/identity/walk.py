@@ -33,7 +33,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchcache2.core import private
+from torchcache2.core.errors import TorchcacheError, attribute
+from torchcache2.core.logs import shown
 from torchcache2.core.settings import CacheSettings
+from torchcache2.core.sizes import is_out_of_memory
 from torchcache2.core.values import attributes
 from torchcache2.identity import libraries, marks
 from torchcache2.identity.codewalk import CodeWalk
@@ -60,6 +63,7 @@ from torchcache2.identity.obstacles import ShardedError, sharding
 from torchcache2.identity.sourcecode import CompiledTexts
 
 _FORMAT = 3
+_NONE = object()
 _COMPILED = (  # attributes that the compiler, and Lightning around it, put on modules and tensors
     *("_dynamo", "_torchdynamo", "_is_torch_compile", "_compiled_call_impl", "_compile_kwargs"),
     *("dynamo_ctx", "get_compiler_config"),
@@ -77,7 +81,9 @@ _WATCHED = (  # what `Guard` and `NamespaceKeeper` use of a walk: lists that can
 )
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _MOST_TEXT = 4096  # characters, or bytes, of a reported value
-_PICKLED = ("pandas.", "PIL.")  # objects of these packages also hold caches that they do not pickle
+# Objects of these packages also hold caches that they do not pickle.
+_PICKLED = ("pandas.", "PIL.", "sympy.")
+_HANDLES = ("fd", "fileno", "handle")  # names of numbers that mean something in this process only
 _SAYS_WHAT_TO_PICKLE = frozenset(("__getstate__", "__reduce__", "__reduce_ex__"))
 _HEAP_TYPE = 1 << 9  # `Py_TPFLAGS_HEAPTYPE`: set for every class made by Python code
 _OF_C = (types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType)
@@ -195,30 +201,41 @@ class Walk(CodeWalk):
 
     def encode(self, value: Any, path: str) -> bytes:
         """The bytes of `value`, or a token if there is too much of it."""
-        if self.ignore and self.ignores(value, path):
-            return b"-"
-        if self._places and isinstance(value, (str, os.PathLike)) and value:
-            number = self._places.get(os.path.abspath(os.fsdecode(value)))
-            if number is not None:
-                return b"file" + text_bytes(str(number))
-        if isinstance(value, UNCOUNTED):
-            return super().encode(value, path)
-        self._objects += 1
-        if self._objects > self.most_objects:
-            if self._objects == self.most_objects + 1:
-                self.unread.append(f"{path} (more than {self.most_objects} objects)")
-            return self._too_much
-        if issubclass(type(value), MUTABLE):  # by type, as an object may claim another `__class__`
-            self.containers.setdefault(id(value), (value, content(value), path))
-        elif type(value) is types.MappingProxyType:
-            self._tell(dict, value)
-            self.opaque.append(path)
         try:
+            if self.ignore and self.ignores(value, path):
+                return b"-"
+            if self._places and isinstance(value, (str, os.PathLike)) and value:
+                number = self._places.get(os.path.abspath(os.fsdecode(value)))
+                if number is not None:
+                    return b"file" + text_bytes(str(number))
+            if isinstance(value, UNCOUNTED):
+                is_handle = type(value) is int and path.rpartition(".")[2].strip("_") in _HANDLES
+                return super().encode(value, path) + (self.unreadable(value, path) if is_handle else b"")
+            self._objects += 1
+            if self._objects > self.most_objects:
+                if self._objects == self.most_objects + 1:
+                    self.unread.append(f"{path} (more than {self.most_objects} objects)")
+                return self._too_much
+            if issubclass(type(value), MUTABLE):  # by type, as an object may claim another `__class__`
+                self.containers.setdefault(id(value), (value, content(value), path))
+            elif type(value) is types.MappingProxyType:
+                self._tell(dict, value)
+                self.opaque.append(path)
             return super().encode(value, path)
         except RecursionError:
             return self.unreadable(value, f"{path} (too deep)")
         except AttributeError:  # it hides basic attributes, such as `__class__`
             return self.unreadable(value, path)
+        except (TorchcacheError, ShardedError, UnencodableError):
+            raise
+        except Exception as error:  # raised by code of the object
+            if is_out_of_memory(error):
+                raise
+            return self.refused(value, path, error)
+
+    def refused(self, value: Any, path: str, error: Exception) -> bytes:
+        """End the walk at an object that cannot be read: no change of what it refers to would be noticed."""
+        raise UnencodableError(path, value, shown(error)) from error
 
     def kind(self, kind: type, path: str) -> bytes:
         """Walk a class."""
@@ -287,7 +304,7 @@ class Walk(CodeWalk):
     def other(self, value: Any, path: str) -> bytes:
         """Walk code and objects, by the table of types."""
         kind = type(value)
-        if isinstance(module := getattr(value, "__module__", None), str):
+        if isinstance(module := attribute(value, "__module__"), str):
             self.extension(sys.modules.get(module))
         if hasattr(kind, marks.ADDED_ATTRIBUTE):
             if not marks.is_ours(value):  # a user's subclass of `Cache` may compute something
@@ -321,7 +338,7 @@ class Walk(CodeWalk):
         else:
             scope = {}
         self.scopes += [(scope, name, item) for name, item in state.items() if name in scope]
-        slots = [name for name in state if name not in scope and hasattr(value, name)]
+        slots = [name for name in state if name not in scope and attribute(value, name, _NONE) is not _NONE]
         if slots:
             # At least two names, so that `attrgetter` returns a tuple.
             self.reads.append((attrgetter("__class__", *slots), value))
@@ -368,6 +385,9 @@ class Walk(CodeWalk):
             self.reads.append((_tokenizer, value))
         hidden = _hidden(value, state) if self.origins.of(kind) == "installed" else set()
         state = {name: item for name, item in state.items() if name not in hidden}
+        # The address of another attribute, as `CountVectorizer` keeps it, differs between processes.
+        addresses = {id(value), *map(id, state.values())}
+        state = {name: item for name, item in state.items() if type(item) is not int or item not in addresses}
         self._note(value, state, path)
         head = self.klass(kind, path) + self.state(state, path)
         head += self.encode(cached, path) if cached else b""
@@ -381,6 +401,8 @@ class Walk(CodeWalk):
             reduced = None
         if isinstance(reduced, str):
             return b"R" + head + text_bytes(reduced)
+        if isinstance(reduced, tuple) and _has_unknown_numbers(kind, reduced):
+            return self.unreadable(value, path) + head
         if isinstance(reduced, tuple):
             tell = _pickled if is_pickled else _in_c
             if not qualified_name(kind).startswith(("tokenizers.", "functools.")):  # watched elsewhere
@@ -480,7 +502,7 @@ class Walk(CodeWalk):
             self._lazy(own[marks.LAZY_ATTRIBUTE], path)
         if path and (options := marks.cache_options(module)):
             self.parts[f"cached {path}"] = self.encode(options, path)
-        self.parts[f"training {path}".rstrip()] = self.encode(getattr(module, "training", False), path)
+        self.parts[f"training {path}".rstrip()] = self.encode(attribute(module, "training", False), path)
         self.parts[label] = head + Encoder().encode(list(children), path)
         if not path:  # hooks of the root run outside of the forward, so what they collect is irrelevant
             containers = dict(self.containers)
@@ -732,6 +754,16 @@ def _of_this_context(value: contextvars.ContextVar[Any]) -> tuple[Any, ...]:
 def _pickled(value: Any) -> list[Any]:
     """The parts of an object's pickle."""
     return [list(part) if hasattr(part, "__next__") else part for part in value.__reduce_ex__(4)]
+
+
+def _has_unknown_numbers(kind: type, reduced: tuple[Any, ...]) -> bool:
+    """Whether a pickle that nobody has written has numbers: of all fields of a class, by Cython.
+
+    They may be pointers and handles, as in h5py.
+    """
+    is_unwritten = str(getattr(reduced[0], "__name__", "")).startswith("__pyx_unpickle_")
+    numbers = int in map(type, _flat([reduced[1][2:], *reduced[2:3]]))  # the second is a checksum
+    return is_unwritten and numbers and not kind.__module__.startswith("numpy.")
 
 
 def _in_c(value: Any) -> list[Any]:
