@@ -58,7 +58,11 @@ WRONG = [
     ("policy", [None, "", "fifo", "MRU", b"keep", 0, ["keep"]], "'keep' or 'lru'"),
     ("shared_args", [None, b"mask", 5, [5], ("mask", None)], "the name of an argument, or several"),
     ("item_args", [None, b"texts", 5, [5], ("texts", None)], "the name of an argument, or several"),
-    ("ignore", [None, 3, "", b"a", ("a", None), ("a", "")], "the path of an attribute or weight, or several"),
+    (
+        "ignore",
+        [None, 3, "", b"a", ("a", None), ("a", "")],
+        "the path of an attribute or weight or the name of an argument, or several",
+    ),
     ("probe", [None, 1, "yes"], "True or False"),
     ("strict", [None, 1, "yes"], "True or False"),
     ("miss_batch", [None, "", "padded", "PAD", True, 2], "'exact' or 'pad'"),
