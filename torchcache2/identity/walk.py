@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import inspect
 import logging
 import os
 import random
@@ -35,7 +36,7 @@ from torch.nn.parameter import is_lazy
 from torchcache2.core import private
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.values import attributes
-from torchcache2.identity import libraries, marks
+from torchcache2.identity import libraries, marks, memos
 from torchcache2.identity.codewalk import CodeWalk
 from torchcache2.identity.encoding import (
     CONTAINERS,
@@ -162,6 +163,7 @@ class Walk(CodeWalk):
         # Every module found, its attributes that were read, and those that were left out. Includes a root
         # that is a plain object.
         self.modules: list[tuple[Any, list[str], set[str]]] = []
+        self.memos: dict[int, tuple[Any, str]] = {}  # by id, functions behind `lru_cache`, and their paths
         self.lazies: list[Lazy] = []  # modules that need not be loaded
         self.loaded: list[Loaded] = []  # those that are
         self.names_grad = False  # whether code may turn grad mode on
@@ -178,6 +180,7 @@ class Walk(CodeWalk):
         self._bulk = Bulk(self.most_before_bulk, self.held_in_bulk)
         self._notes: dict[str, Any] = {}  # plain values inside of objects, by path
         self._noted: set[int] = set()
+        self._kept: dict[int, Any] = {}  # by id, functions whose results were read, and those that count
         self.parts["format"] = str(_FORMAT).encode()
         self.parts["root"] = self.encode(root, "")
         for hooks in private.GLOBAL_HOOKS:
@@ -185,7 +188,7 @@ class Walk(CodeWalk):
                 self.parts[f"hook (global) {number}"] = self.encode(hook, f"global hook {number}")
         self.write_replaced()
         # Each round may find more code, which reads more.
-        while self.write_all() or self._read_fields() or self._distrust():
+        while self.write_all() or self._read_fields() or self._distrust() or self._read_memos():
             pass
         self._close_fields()
         self.write_order()
@@ -531,6 +534,30 @@ class Walk(CodeWalk):
             self.parts[f"global {name}"] = self.encode(container, name)
         return bool(due)
 
+    def _read_memos(self) -> bool:
+        """Write results that functions keep, and watch these functions; returns whether there was more."""
+        before = len(self._kept)
+        for memo, path in list(self.memos.values()):
+            if self.origins.of(inspect.unwrap(memo)) in ("torch", "builtin"):
+                continue
+            if (kept := memos.kept_by(memo)) is None:
+                self.parts[f"global {path}()"] = self.unreadable(memo, f"{path}()")
+                continue
+            results = memos.results_of(memo, kept, self._label_of)
+            if id(memo) not in self._kept and (not results or any(one.counts for one in results)):
+                self._kept[id(memo)] = memo
+                self.reads.append((memos.referents, (memo, kept)))
+            for one in results:
+                if one.counts and id(one.value) not in self._kept:
+                    self._kept[id(one.value)] = one.value
+                    where = f"{path}({one.call})"
+                    self.parts[f"global {where}"] = self.encode(one.value, where)
+        return len(self._kept) > before
+
+    def _label_of(self, value: Any) -> str | None:
+        label = self._labels.get(id(value), b"self" if id(value) in self._noted else None)
+        return label and label.decode()
+
     def _lazy(self, lazy: Lazy, path: str) -> None:
         """Write how a lazy module is loaded. If it is loaded, watch it like any other.
 
@@ -602,6 +629,11 @@ def _builtin(walk: Walk, value: Any, path: str) -> bytes:
     return b"u" + name + data + (walk.encode(owner, path) if is_bound else b"")
 
 
+def _memo(walk: Walk, value: Any, path: str) -> bytes:
+    walk.memos.setdefault(id(value), (value, path))  # its results are read later
+    return b"hl" + walk.items([(value.__wrapped__, path)])
+
+
 def _is_named_in_c(value: Any) -> bool:
     """Whether a module has an object under its own name, which is callable, and of a type made in C."""
     names = getattr(sys.modules.get(str(getattr(value, "__module__", None))), "__dict__", {})
@@ -659,7 +691,7 @@ _TABLE: dict[type, Callable[[Walk, Any, str], bytes]] = {
     classmethod: _fields_of(b"hc", "__func__"),
     property: _fields_of(b"hp", "fget", "fset"),
     functools.cached_property: _fields_of(b"hf", "func"),
-    type(functools.lru_cache(print)): _fields_of(b"hl", "__wrapped__"),
+    memos.MEMO: _memo,
     weakref.ReferenceType: lambda walk, value, path: b"w" + walk.encode(value(), path),
     logging.Logger: _logger,
     torch.jit.ScriptFunction: Walk.unreadable,
