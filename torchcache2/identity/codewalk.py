@@ -43,6 +43,7 @@ from torchcache2.identity.names import (
     taken_by,
     uses_of,
 )
+from torchcache2.identity.packages import PACKAGES
 from torchcache2.identity.sourcecode import CompiledTexts, cells_of, names_in
 
 _MISSING = object()
@@ -717,14 +718,17 @@ class CodeWalk(Encoder):
         return data
 
     def installed(self, obj: Any, name: str) -> bytes:
-        """Bytes of code of an installed package: its name, the package's version, and the file."""
+        """Bytes of code of an installed package: its name, and the package's version and content."""
         module = sourcecode.defining_module(obj)
         if module not in self._versions:
             root, loaded = module.partition(".")[0], sys.modules.get(module)
             file = getattr(loaded, "__file__", None) or ""
-            version = f"{sourcecode.package_version(root)} {sourcecode.file_digest(file)}"
-            if loaded and sourcecode.is_newer(file) and sourcecode.loaded_differs(loaded, self._texts):
-                version += self.unreadable(loaded, f"{module} (its file has been changed)").hex()
+            package = PACKAGES.of(module, file)
+            version = f"{sourcecode.package_version(root)} {package.digest}"
+            for name in sorted(package.edited | ({module} if sourcecode.is_newer(file) else set())):
+                one = sys.modules.get(name)
+                if one is not None and sourcecode.loaded_differs(one, self._texts):
+                    version += self.unreadable(one, f"{name} (its file has been changed)").hex()
             self._versions[module] = version
             words = self._texts.words(file)
             self.uses.others |= words

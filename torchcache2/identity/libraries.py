@@ -33,7 +33,7 @@ _LARGEST_REGISTRY = 1000
 class InstalledCode:
     """Follows installed code by name, to code that other packages or the user have put into it.
 
-    Installed code counts by its file and version, torch's by name. That does not cover replaced globals and
+    Installed code counts by its package, torch's by name. That does not cover replaced globals and
     methods, or code in registries that it names, such as ``ALL_ATTENTION_FUNCTIONS`` of transformers.
     """
 

@@ -1,7 +1,7 @@
 """Where code comes from, and its source.
 
 Code has one of four origins. *Project* code is the user's own: the key covers each of its functions, and
-everything that it names. Code of *installed* packages is covered by its file and the package's version,
+everything that it names. Code of *installed* packages is covered by the package's version and content,
 *torch*'s and the standard library's (*builtin*) by name.
 """
 
