@@ -81,6 +81,13 @@ _TOLD: dict[frozenset[str], Callable[[type], Any]] = {
         for name, field in vars(kind).get("__dataclass_fields__", {}).items()
     ],
 }
+# Methods that a dataclass or named tuple gets from its fields; others of that file name are the user's.
+_GENERATED = frozenset(
+    (
+        *("__init__", "__new__", "__eq__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__"),
+        *("__setattr__", "__delattr__"),
+    )
+)
 _ORDERED = frozenset(("vars", "__dict__", "__slots__"))  # by these, code takes attributes in their order
 _MODULE_NOISE = vars(types.ModuleType("")).keys() | {"__builtins__", "__cached__", "__file__", "__path__"}
 _FUNCTION_FIELDS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
@@ -528,6 +535,7 @@ class CodeWalk(Encoder):
 
     def _captured(self, function: types.FunctionType, uses: Uses | None, owner: str) -> None:
         """Write down what a function reads of the variables that it has captured: one part for each."""
+        self.reads += [(_is_unset, cell) for cell in function.__closure__ or () if _is_unset(cell)[0]]
         for name, cell, value in cells_of(function):
             if uses is not None and self.ignores(value, name):
                 continue
@@ -761,7 +769,10 @@ def _generated(kind: type, function: Any) -> types.CodeType | None:
     """The code of a function that was generated from the fields of a dataclass or named tuple."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     has_fields = hasattr(kind, "__dataclass_fields__") or hasattr(kind, "_fields")
-    return code if has_fields and code is not None and code.co_filename == "<string>" else None
+    is_made = (
+        has_fields and code is not None and code.co_filename == "<string>" and code.co_name in _GENERATED
+    )
+    return code if is_made else None
 
 
 def _function_in(value: Any) -> Any:
@@ -782,6 +793,10 @@ def _short_name(obj: Any) -> str:
     if marks.is_ours(obj):  # the function that `torchcache(policy="lru")` returns counts as `torchcache`
         return str(obj.__qualname__).partition(".<locals>")[0]
     return str(obj.__qualname__).rpartition("<locals>.")[2]
+
+
+def _is_unset(cell: types.CellType) -> tuple[bool]:
+    return (cell == types.CellType(),)
 
 
 def _loaded(name: str) -> tuple[Any, ...]:

@@ -58,7 +58,7 @@ from torchcache2.identity.fingerprint import Fingerprint
 from torchcache2.identity.guard import MUTABLE, alike, content
 from torchcache2.identity.names import is_plain, unmangled
 from torchcache2.identity.obstacles import ShardedError, sharding
-from torchcache2.identity.sourcecode import CompiledTexts
+from torchcache2.identity.sourcecode import HEAP_TYPE, CompiledTexts
 
 _FORMAT = 3
 _COMPILED = (  # attributes that the compiler, and Lightning around it, put on modules and tensors
@@ -81,7 +81,6 @@ GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rando
 _MOST_TEXT = 4096  # characters, or bytes, of a reported value
 _PICKLED = ("pandas.", "PIL.")  # objects of these packages also hold caches that they do not pickle
 _SAYS_WHAT_TO_PICKLE = frozenset(("__getstate__", "__reduce__", "__reduce_ex__"))
-_HEAP_TYPE = 1 << 9  # `Py_TPFLAGS_HEAPTYPE`: set for every class made by Python code
 _OF_C = (types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType)
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}")
 
@@ -169,6 +168,7 @@ class Walk(CodeWalk):
         self.names_grad = False  # whether code may turn grad mode on
         self.uses.is_dynamic = reads_all
         self.uses.root = type(root) if set(methods) - {"forward"} else None
+        self._words_of_others.update(methods)
         self._plain_root = root if methods and _has_fields_alone(root) else None  # read like a module
         self._settings, self._places = settings, places or {}
         self._is_inner = labels is not None
@@ -486,13 +486,14 @@ class Walk(CodeWalk):
             self.parts[f"cached {path}"] = self.encode(options, path)
         self.parts[f"training {path}".rstrip()] = self.encode(getattr(module, "training", False), path)
         self.parts[label] = head + Encoder().encode(list(children), path)
-        if not path:  # hooks of the root run outside of the forward, so what they collect is irrelevant
+        if not path:
             containers = dict(self.containers)
             self._hooks(module, where)
-            self.containers = containers
+            if self.uses.root is None:  # they run outside of the forward: what they collect is irrelevant
+                self.containers = containers
 
     def _hooks(self, module: nn.Module, where: str) -> None:
-        before, self.in_hook = self.in_hook, bool(where)
+        before, self.in_hook = self.in_hook, bool(where) or self.uses.root is not None
         for hooks in (private.PRE_HOOKS, private.HOOKS):
             for number, (key, hook) in enumerate(libraries.without_captures(vars(module).get(hooks, {}))):
                 name = f"{where}{hooks}[{number}]"
@@ -638,7 +639,7 @@ def _is_named_in_c(value: Any) -> bool:
     """Whether a module has an object under its own name, which is callable, and of a type made in C."""
     names = getattr(sys.modules.get(str(getattr(value, "__module__", None))), "__dict__", {})
     is_there = names.get(str(getattr(value, "__name__", None))) is value
-    return is_there and callable(value) and not type(value).__flags__ & _HEAP_TYPE
+    return is_there and callable(value) and not type(value).__flags__ & HEAP_TYPE
 
 
 def _generator(walk: Walk, value: Any, path: str) -> bytes:
@@ -867,7 +868,7 @@ def has_plain_state(value: Any) -> bool:
 
 
 def _is_made_in_c(kind: type) -> bool:
-    if not kind.__flags__ & _HEAP_TYPE:
+    if not kind.__flags__ & HEAP_TYPE:
         return True
     new = vars(kind).get("__new__")
     return isinstance(new, types.BuiltinFunctionType) or any(
