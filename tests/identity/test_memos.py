@@ -1,5 +1,6 @@
 """Memos of known classes do not count; any other dict that a forward fills does."""
 
+import enum
 import functools
 import json
 from types import SimpleNamespace
@@ -153,6 +154,10 @@ class Pair(nn.Module):
         return self.one(x) + 2 * self.two(x)
 
 
+class Size(enum.Enum):
+    SMALL = 1
+
+
 def loaders():
     """Names, forwards, what returns their models, and the functions that keep these."""
     none = functools.cache(lambda: loaded())
@@ -161,6 +166,8 @@ def loaders():
     yield "by name", lambda x: name(name="a")[0](x), lambda: name(name="a")[0], name
     held = functools.lru_cache(typed=True)(lambda size: SimpleNamespace(net=loaded()))
     yield "in an object", lambda x: held(2).net(x), lambda: held(2).net, held
+    by_size = functools.cache(lambda size: loaded())
+    yield "by a member", lambda x: by_size(Size.SMALL)(x), lambda: by_size(Size.SMALL), by_size
     nested = functools.cache(functools.lru_cache(loaded))
     yield "nested", lambda x: nested()(x), nested, nested
     outer = functools.lru_cache(lambda: [none()])
@@ -171,7 +178,7 @@ def loaders():
 
 
 @pytest.mark.parametrize("is_filled", [True, False])
-@pytest.mark.parametrize("number", range(7))
+@pytest.mark.parametrize("number", range(8))
 def test_a_model_that_lru_cache_keeps_counts_like_a_global(number, is_filled):
     _, plain, model, keeper = [*loaders()][number]
     if is_filled:

@@ -35,8 +35,7 @@ from torchcache2.identity.sourcecode import is_builtin
 from torchcache2.identity.xxh3 import DIGESTS
 
 _OURS = __name__.partition(".")[0]
-# Values that cannot change, and that equal others if their texts are equal.
-PRINTED = (
+_PRINTED = (
     torch.dtype,
     torch.device,
     torch.layout,
@@ -127,7 +126,7 @@ def besides_value(value: Any) -> dict[str, Any]:
     state = attributes(value)
     if isinstance(value, enum.Enum):
         return {name: one for name, one in state.items() if not (name[:1] == name[-1:] == "_")}
-    if isinstance(value, (datetime.time, np.generic, *PRINTED)):
+    if isinstance(value, (datetime.time, np.generic, *_PRINTED)):
         base = next(base for base in type(value).__mro__ if _is_standard(base))
         return {name: one for name, one in state.items() if not hasattr(base, name)}
     return state
@@ -205,7 +204,7 @@ class Encoder:
             details = f"{value.isoformat()} {value.fold} {value.tzinfo!r}"
             data = b"p" + text_bytes(kind.__name__) + text_bytes(details)
             return data + self._of_subclass(value, kind, path)
-        if isinstance(value, PRINTED):
+        if isinstance(value, _PRINTED):
             data = b"p" + text_bytes(kind.__name__) + text_bytes(str(value))
             return data + self._of_subclass(value, kind, path)
         if isinstance(value, type) and kind is not types.GenericAlias and is_builtin(value):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import glob
 import hashlib
 import os
 from collections.abc import Iterator
@@ -25,18 +26,14 @@ _INSTALLED_FROM = b".dist-info/direct_url.json"  # a folder, a repository or a f
 class Package(NamedTuple):
     """A package as it was read last.
 
-    Attributes
-    ----------
-    digest : str
-        Hexadecimal; empty if no file can be found.
-    edited : set of str
-        Modules whose files have changed since this process first read them: it may have loaded the old ones.
+    `edited` are the modules whose files had another content when this process first read them: it may have
+    loaded that. The other fields are by path: the first hashes, and the time and size of each file.
     """
 
     digest: str
     edited: set[str]
-    hashes: dict[str, str]
-    seen: dict[str, tuple[int, int]]  # time and size of each file
+    first: dict[str, str]
+    seen: dict[str, tuple[int, int]]
 
 
 class Packages:
@@ -48,7 +45,7 @@ class Packages:
     def of(self, module: str, file: str) -> Package:
         """The package of a module with this file."""
         try:
-            seen = _seen(os.stat(file))
+            status = os.stat(file)
         except OSError:  # it is in an archive, or part of Python
             return Package("", set(), {}, {})
         root, *inner = module.split(".")
@@ -56,14 +53,18 @@ class Packages:
         for _ in range(len(inner) + os.path.basename(file).startswith("__init__.")):
             place = os.path.dirname(place)
         known = self._known.get((place, root))
-        if known is None or known.seen.get(file) != seen:
-            now = _read(place, root, file)
-            for name, line in now.hashes.items() if known else ():
-                if known.hashes.setdefault(name, line) != line:
-                    known.edited.add(name.removesuffix(".py").replace("/", ".").removesuffix(".__init__"))
-            known = now if known is None else now._replace(edited=known.edited, hashes=known.hashes)
-            known.seen.setdefault(file, seen)
-            self._known[place, root] = known
+        if known is None or known.seen.get(file) != _seen(status):
+            files = dict(_files(place, root)) or {os.path.basename(file): status}
+            hashes = _hashes(place, root, files)
+            first = known.first if known else hashes
+            edited = {name for name, line in hashes.items() if first.get(name, line) != line}
+            known = self._known[place, root] = Package(
+                xxh3_128_hexdigest(repr(sorted(hashes.items())).encode("utf-8", "surrogatepass")),
+                {one.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for one in edited},
+                first,
+                {file: _seen(status)}
+                | {f"{place}{os.sep}{name}": _seen(status) for name, status in files.items()},
+            )
         return known
 
 
@@ -74,19 +75,17 @@ def _seen(status: os.stat_result) -> tuple[int, int]:
     return status.st_mtime_ns, status.st_size
 
 
-def _read(place: str, root: str, file: str) -> Package:
-    files = dict(_files(place, root)) or {os.path.basename(file): os.stat(file)}
+def _hashes(place: str, root: str, files: dict[str, os.stat_result]) -> dict[str, str]:
+    """The hash and size of each file that counts."""
     newest, is_released, recorded = _recorded(place, root)
-    hashes = {}
-    for name, status in sorted(files.items()):
-        known = line = recorded.get(name)
-        if known is None or status.st_mtime_ns > newest or not known.endswith(f",{status.st_size}"):
+    found = {}
+    for name, status in files.items():
+        known = line = recorded.get(name, "")
+        if status.st_mtime_ns > newest or not known.endswith(f",{status.st_size}"):
             line = f"{_hash(f'{place}{os.sep}{name}')},{status.st_size}"
         if not is_released or line != known or name.endswith(".py"):
-            hashes[name] = str(line)
-    text = "\n".join(map(",".join, hashes.items()))
-    seen = {f"{place}{os.sep}{name}": _seen(status) for name, status in files.items()}
-    return Package(xxh3_128_hexdigest(text.encode("utf-8", "surrogatepass")), set(), hashes, seen)
+            found[name] = line
+    return found
 
 
 def _files(place: str, root: str) -> Iterator[tuple[str, os.stat_result]]:
@@ -98,7 +97,7 @@ def _files(place: str, root: str) -> Iterator[tuple[str, os.stat_result]]:
             for entry in entries:
                 if not folder and entry.name.partition(".")[0] != root:
                     continue
-                if entry.name.endswith(_CODE) and entry.name != _OF_BUILD:
+                if entry.name.endswith(_CODE) and entry.name != _OF_BUILD and entry.is_file():
                     yield folder + entry.name, entry.stat()
                 elif entry.is_dir(follow_symlinks=False):
                     waiting.append(f"{folder}{entry.name}/")
@@ -108,17 +107,20 @@ def _recorded(place: str, root: str) -> tuple[int, bool, dict[str, str]]:
     """When a package was installed, whether from an index, and the hash and size of each of its files."""
     newest, is_released, recorded = 0, False, dict[str, str]()
     start = root.encode()
-    for name in sorted(os.listdir(place), key=lambda name: not name.startswith(root)):
-        if name.endswith(".dist-info") and not (recorded and not name.startswith(root)):
-            with contextlib.suppress(OSError), open(os.path.join(place, name, "RECORD"), "rb") as file:
-                data = b"\n" + file.read()
-                if not any(b"\n" + start + one in data for one in (b"/", b".")):
-                    continue
-                is_released, newest = _INSTALLED_FROM not in data, os.fstat(file.fileno()).st_mtime_ns
-                for line in data.decode("utf-8", "surrogateescape").splitlines():
-                    path, _, rest = line.partition(",")  # a path with a comma is read
-                    if path.partition("/")[0].partition(".")[0] == root:
-                        recorded[path] = rest
+    found = glob.glob("*.dist-info", root_dir=place)
+    for name in sorted(found, key=lambda name: (not name.startswith(root), name)):
+        with contextlib.suppress(OSError), open(os.path.join(place, name, "RECORD"), "rb") as file:
+            data = b"\n" + file.read()
+            if not any(b"\n" + start + one in data for one in (b"/", b".")):
+                continue
+            is_released = _INSTALLED_FROM not in data
+            newest = max(newest, os.fstat(file.fileno()).st_mtime_ns)
+            for line in data.decode("utf-8", "surrogateescape").splitlines():
+                path, _, rest = line.partition(",")  # a path with a comma is read
+                if path.partition("/")[0].partition(".")[0] == root:
+                    recorded[path] = rest
+            if name.startswith(root):
+                break
     return newest, is_released, recorded
 
 

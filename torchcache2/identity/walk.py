@@ -556,8 +556,9 @@ class Walk(CodeWalk):
         return len(self._kept) > before
 
     def _label_of(self, value: Any) -> str | None:
-        label = self._labels.get(id(value), b"self" if id(value) in self._noted else None)
-        return label and label.decode()
+        if id(value) in self._labels:
+            return self._labels[id(value)].decode()
+        return "self" if id(value) in self._noted else None
 
     def _lazy(self, lazy: Lazy, path: str) -> None:
         """Write how a lazy module is loaded. If it is loaded, watch it like any other.
