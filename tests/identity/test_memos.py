@@ -220,6 +220,19 @@ def test_a_model_that_lru_cache_keeps_counts_in_the_next_run(load, tmp_path):
     assert found == [3 + 2, 3 + 2, 2 * 3]  # the rows of X are alike
 
 
+def test_a_model_that_an_installed_package_keeps_counts(installed, load):
+    text = "import functools, torch\n@functools.cache\ndef model():\n    return torch.nn.Linear(2, 2)\n"
+    model = installed("written_loader", text).model
+    forward = load(
+        "uses_loader", "import written_loader\ndef f(x):\n    return written_loader.model()(x)\n"
+    ).f
+    cached = torchcache(forward)
+    for _ in range(2):
+        model().weight.mul_(2)
+        assert torch.equal(cached(X), model()(X)) and torch.equal(cached(X), model()(X))
+    assert hits(cached) > 0
+
+
 @pytest.mark.parametrize("result", [str.upper, list, torch.tensor, len])
 def test_a_memo_of_lru_cache_may_grow(result):
     known = functools.lru_cache(lambda word: result(word if result is not torch.tensor else [len(word)]))

@@ -31,6 +31,7 @@ from torchcache2.core.private import OPERATOR_FIELDS
 from torchcache2.identity import libraries, marks, sourcecode
 from torchcache2.identity.encoding import ORDER, Encoder, public_module, qualified_name, sized, text_bytes
 from torchcache2.identity.guard import MUTABLE
+from torchcache2.identity.memos import MEMO
 from torchcache2.identity.names import (
     IMPORTING,
     Uses,
@@ -81,12 +82,10 @@ _TOLD: dict[frozenset[str], Callable[[type], Any]] = {
         for name, field in vars(kind).get("__dataclass_fields__", {}).items()
     ],
 }
-# Methods that a dataclass or named tuple gets from its fields; others of that file name are the user's.
-_GENERATED = frozenset(
-    (
-        *("__init__", "__new__", "__eq__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__"),
-        *("__setattr__", "__delattr__"),
-    )
+# Methods that a dataclass or named tuple gets from its fields; others of code without a file are the user's.
+_GENERATED = (
+    *("__init__", "__new__", "__eq__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__"),
+    *("__setattr__", "__delattr__"),
 )
 _ORDERED = frozenset(("vars", "__dict__", "__slots__"))  # by these, code takes attributes in their order
 _MODULE_NOISE = vars(types.ModuleType("")).keys() | {"__builtins__", "__cached__", "__file__", "__path__"}
@@ -669,7 +668,8 @@ class CodeWalk(Encoder):
         is_function = isinstance(value, types.FunctionType)
         if libraries.is_operator(value) or (is_function and self.origins.of(value) == "project"):
             return self.encode(value, path)
-        is_code = (is_function or isinstance(value, type)) and self.origins.of(module) == "installed"
+        is_code = is_function or isinstance(value, (type, MEMO))
+        is_code = is_code and self.origins.of(module) == "installed"
         return known + (self.encode(value, path) if is_code or self._is_users(module, value) else b"")
 
     def _is_users(self, owner: types.ModuleType | type, value: Any) -> bool:
@@ -769,10 +769,8 @@ def _generated(kind: type, function: Any) -> types.CodeType | None:
     """The code of a function that was generated from the fields of a dataclass or named tuple."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     has_fields = hasattr(kind, "__dataclass_fields__") or hasattr(kind, "_fields")
-    is_made = (
-        has_fields and code is not None and code.co_filename == "<string>" and code.co_name in _GENERATED
-    )
-    return code if is_made else None
+    is_made = has_fields and code is not None and code.co_filename == "<string>"
+    return code if is_made and code.co_name in _GENERATED else None
 
 
 def _function_in(value: Any) -> Any:
