@@ -769,8 +769,9 @@ def _generated(kind: type, function: Any) -> types.CodeType | None:
     """The code of a function that was generated from the fields of a dataclass or named tuple."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     has_fields = hasattr(kind, "__dataclass_fields__") or hasattr(kind, "_fields")
-    is_made = has_fields and code is not None and code.co_filename == "<string>"
-    return code if is_made and code.co_name in _GENERATED else None
+    if code is None or not has_fields or code.co_filename != "<string>" or code.co_name not in _GENERATED:
+        return None
+    return code  # type: ignore[no-any-return]
 
 
 def _function_in(value: Any) -> Any:
