@@ -145,6 +145,12 @@ class Owner(nn.Module):
         return self.model()(x)
 
 
+class Plain:
+    @functools.cache  # noqa: B019
+    def model(self):
+        return loaded()
+
+
 class Pair(nn.Module):
     def __init__(self):
         super().__init__()
@@ -172,13 +178,15 @@ def loaders():
     yield "nested", lambda x: nested()(x), nested, nested
     outer = functools.lru_cache(lambda: [none()])
     yield "one in another", lambda x: outer()[0](x), none, outer
+    plain = Plain()
+    yield "a plain object's method", lambda x: plain.model()(x), plain.model, Plain.model
     owner, pair = Owner(), Pair()
     yield "a method", owner, owner.model, Owner.model
     yield "a submodule's method", pair, pair.two.model, Owner.model
 
 
 @pytest.mark.parametrize("is_filled", [True, False])
-@pytest.mark.parametrize("number", range(8))
+@pytest.mark.parametrize("number", range(9))
 def test_a_model_that_lru_cache_keeps_counts_like_a_global(number, is_filled):
     _, plain, model, keeper = [*loaders()][number]
     if is_filled:
@@ -218,6 +226,24 @@ def test_a_model_that_lru_cache_keeps_counts_in_the_next_run(load, tmp_path):
         run.features.cache_instance.flush()
         found.append(run.features.cache_instance.stats().hits)
     assert found == [3 + 2, 3 + 2, 2 * 3]  # the rows of X are alike
+
+
+def test_a_table_that_lru_cache_keeps_counts():
+    table = functools.cache(lambda: {"scale": 2.0})
+    scaled = torchcache(lambda x: x * table()["scale"])
+    for table()["scale"] in (2.0, 3.0):
+        assert torch.equal(scaled(X), X * table()["scale"]) and torch.equal(scaled(X), X * table()["scale"])
+    assert hits(scaled) > 0
+
+
+def test_models_that_are_used_in_turn_are_read_once():
+    model = functools.lru_cache(lambda name: loaded(len(name)))
+    by_name = torchcache(lambda x, name: model(name)(x))
+    for name in ("a", "bc") * 3:
+        model(name)
+        before = by_name.cache_instance.keeper.walks
+        assert torch.equal(by_name(X, name), model(name)(X))
+    assert by_name.cache_instance.keeper.walks == before == 2
 
 
 def test_a_model_that_an_installed_package_keeps_counts(installed, load):

@@ -483,6 +483,22 @@ def test_what_a_hook_of_the_root_reads_is_noticed_where_it_runs_inside_of_a_meth
     assert hits(net) == 2 * len(x)
 
 
+def test_what_a_hook_of_the_root_collects_inside_of_a_method_is_collected_at_each_call():
+    class Encodes(nn.Module):
+        def forward(self, x):
+            return x * 2
+
+        def encode(self, x):
+            return self(x)
+
+    net, found, x = Encodes(), [], torch.rand(6, 4)
+    net.register_forward_hook(lambda module, args, output: found.append(output))
+    torchcache(net, methods=("encode",))
+    for number in range(1, 4):
+        net.encode(x)
+        assert len(found) == number
+
+
 def test_a_variable_of_a_closure_that_gets_its_value_later_is_noticed():
     @torchcache
     def function(x):
