@@ -185,6 +185,17 @@ def test_types_of_columns_count():
 # A single text.
 
 
+@pytest.mark.parametrize("keys", [(0, 1, 2), ("a", "b", "c"), ((0,), (1,), (2,)), (0.5, None, torch.float)])
+def test_which_of_a_dicts_tensors_are_one_counts(keys):
+    @torchcache
+    def last(d):
+        return d[keys[-1]] * 1.0
+
+    a, b = torch.rand(4, 3), torch.rand(4, 3)
+    for third in (a, a, b):
+        assert torch.equal(last(dict(zip(keys, (a, b, third), strict=True))), third)
+
+
 def test_a_single_text_is_no_batch(log):
     def plain(texts, prompt=None):
         return numbers([texts]) if isinstance(texts, str) else numbers([(prompt or "") + t for t in texts])

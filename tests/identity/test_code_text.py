@@ -142,6 +142,27 @@ def test_a_function_with_assertions_that_pytest_has_rewritten_is_readable(log):
     assert warnings_in(log) == []
 
 
+MADE = {
+    "dataclass": "import dataclasses\n@dataclasses.dataclass\nclass C:\n    a: int = 1\n",
+    "named tuple": "import typing\nclass C(typing.NamedTuple):\n    a: int = 1\n",
+    "class": "class C:\n    a = 1\n",
+}
+
+
+@pytest.mark.parametrize("scope", [{}, {"__name__": "__main__"}])
+@pytest.mark.parametrize("kind", MADE)
+def test_a_method_of_a_class_that_exec_has_made_counts(kind, scope, log):
+    def model(factor):
+        own = dict(scope)
+        exec(f"{MADE[kind]}    def scale(self, x):\n        return x * self.a * {factor}\n", own)
+        return torchcache(lambda x: own["C"]().scale(x))
+
+    two, again, three = (model(factor) for factor in (2, 2, 3))
+    assert torch.equal(two(X), X * 2) and torch.equal(three(X), X * 3)
+    assert namespace(two) == namespace(again) != namespace(three)
+    assert warnings_in(log) == []
+
+
 # Cells of a notebook.
 
 

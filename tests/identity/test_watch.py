@@ -466,6 +466,55 @@ def test_a_change_of_what_a_function_uses_is_noticed(change):
     assert_noticed_and_no_rows_lost(cached_function, OF_FUNCTIONS[change])
 
 
+def test_what_a_hook_of_the_root_reads_is_noticed_where_it_runs_inside_of_a_method():
+    class Encodes(nn.Module):
+        def forward(self, x):
+            return x * 2
+
+        def encode(self, x):
+            return self(x)
+
+    net, scale, x = Encodes(), {"value": 2.0}, torch.rand(6, 4)
+    net.register_forward_hook(lambda module, args, output: output * scale["value"])
+    torchcache(net, methods=("encode",))
+    for scale["value"] in (2.0, 3.0):
+        for _ in range(2):
+            assert equal(net.encode(x), x * 2 * scale["value"])
+    assert hits(net) == 2 * len(x)
+
+
+def test_what_a_hook_of_the_root_collects_inside_of_a_method_is_collected_at_each_call():
+    class Encodes(nn.Module):
+        def forward(self, x):
+            return x * 2
+
+        def encode(self, x):
+            return self(x)
+
+    net, found, x = Encodes(), [], torch.rand(6, 4)
+    net.register_forward_hook(lambda module, args, output: found.append(output))
+    torchcache(net, methods=("encode",))
+    for number in range(1, 4):
+        net.encode(x)
+        assert len(found) == number
+
+
+def test_a_variable_of_a_closure_that_gets_its_value_later_is_noticed():
+    @torchcache
+    def function(x):
+        try:
+            return x * factor
+        except NameError:
+            return x
+
+    x = torch.rand(6, 4)
+    assert equal(function(x), x) and equal(function(x), x)
+    factor = 2
+    assert equal(function(x), x * 2)
+    factor = 3
+    assert equal(function(x), x * 3)
+
+
 class Wide(nn.Module):
     def __init__(self):
         super().__init__()

@@ -28,6 +28,7 @@ from torchcache2.core.errors import attribute
 from torchcache2.identity import libraries, marks, sourcecode
 from torchcache2.identity.encoding import Encoder, public_module, qualified_name, sized, text_bytes
 from torchcache2.identity.guard import MUTABLE
+from torchcache2.identity.memos import MEMO
 from torchcache2.identity.names import (
     Uses,
     UseTable,
@@ -38,6 +39,7 @@ from torchcache2.identity.names import (
     taken_by,
     uses_of,
 )
+from torchcache2.identity.packages import PACKAGES
 from torchcache2.identity.sourcecode import CompiledTexts, cells_of, names_in
 
 _MISSING = object()
@@ -64,6 +66,11 @@ _CLASS_NOISE = frozenset(
         # Compiled from the fields, with the address of the class.
         *("__pydantic_core_schema__", "__pydantic_serializer__", "__pydantic_validator__"),
     )
+)
+# Methods that a dataclass or named tuple gets from its fields; others of code without a file are the user's.
+_GENERATED = (
+    *("__init__", "__new__", "__eq__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__"),
+    *("__setattr__", "__delattr__"),
 )
 _FUNCTION_FIELDS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _WRAPPER_FIELDS = attrgetter("__dict__", "__code__")
@@ -399,6 +406,7 @@ class CodeWalk(Encoder):
 
     def _captured(self, function: types.FunctionType, uses: Uses | None, owner: str) -> None:
         """Write down what a function reads of the variables that it has captured: one part for each."""
+        self.reads += [(_is_unset, cell) for cell in function.__closure__ or () if _is_unset(cell)[0]]
         for name, cell, value in cells_of(function):
             if uses is not None and self.ignores(value, name):
                 continue
@@ -504,7 +512,8 @@ class CodeWalk(Encoder):
         is_function = isinstance(value, types.FunctionType)
         if libraries.is_operator(value) or (is_function and self.origins.of(value) == "project"):
             return self.encode(value, path)
-        is_code = (is_function or isinstance(value, type)) and self.origins.of(module) == "installed"
+        is_code = is_function or isinstance(value, (type, MEMO))
+        is_code = is_code and self.origins.of(module) == "installed"
         return known + (self.encode(value, path) if is_code or self._is_users(module, value) else b"")
 
     def _is_users(self, owner: types.ModuleType, value: Any) -> bool:
@@ -548,12 +557,12 @@ class CodeWalk(Encoder):
         return data
 
     def installed(self, obj: Any, name: str) -> bytes:
-        """Bytes of code of an installed package: its name, the package's version, and the file."""
+        """Bytes of code of an installed package: its name, and the package's version and content."""
         module = sourcecode.defining_module(obj)
         if module not in self._versions:
             root, loaded = module.partition(".")[0], sys.modules.get(module)
             file = getattr(loaded, "__file__", None) or ""
-            version = f"{sourcecode.package_version(root)} {sourcecode.file_digest(file)}"
+            version = f"{sourcecode.package_version(root)} {PACKAGES.digest(module, file)}"
             self._versions[module] = version
             words = self._texts.words(file)
             self.uses.others |= words
@@ -578,9 +587,10 @@ def _generated(kind: type, function: Any) -> types.CodeType | None:
     """The code of a function generated from the fields of a dataclass, a named tuple or an attrs class."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     has_fields = hasattr(kind, "__dataclass_fields__") or hasattr(kind, "_fields")
-    file = getattr(code, "co_filename", "")
+    file, name = getattr(code, "co_filename", ""), getattr(code, "co_name", "")
     # That of attrs for a hash contains Python's hash of a text, which differs in each process.
-    return code if (has_fields and file == "<string>") or file.startswith("<attrs generated ") else None
+    is_generated = (has_fields and file == "<string>") or file.startswith("<attrs generated ")
+    return code if is_generated and name in _GENERATED else None
 
 
 def _function_in(value: Any) -> Any:
@@ -601,6 +611,10 @@ def _short_name(obj: Any) -> str:
     if marks.is_ours(obj):  # the function that `torchcache(policy="lru")` returns counts as `torchcache`
         return str(obj.__qualname__).partition(".<locals>")[0]
     return str(obj.__qualname__).rpartition("<locals>.")[2]
+
+
+def _is_unset(cell: types.CellType) -> tuple[bool]:
+    return (cell == types.CellType(),)
 
 
 def _loaded(name: str) -> tuple[Any, ...]:

@@ -31,6 +31,7 @@ from xxhash import xxh3_128_digest
 
 from torchcache2.core.memory import is_channels_last, item_bytes
 from torchcache2.core.values import attributes
+from torchcache2.identity.sourcecode import is_builtin
 from torchcache2.identity.xxh3 import DIGESTS
 
 _OURS = __name__.partition(".")[0]
@@ -206,7 +207,7 @@ class Encoder:
         if isinstance(value, _PRINTED):
             data = b"p" + text_bytes(kind.__name__) + text_bytes(str(value))
             return data + self._of_subclass(value, kind, path)
-        if isinstance(value, type) and kind is not types.GenericAlias and value.__module__ == "builtins":
+        if isinstance(value, type) and kind is not types.GenericAlias and is_builtin(value):
             return b"k" + text_bytes(value.__qualname__)
         tag = _CONTAINERS.get(kind)
         if tag is None:
@@ -253,8 +254,8 @@ class Encoder:
         """The bytes of a container's elements."""
         if isinstance(value, (dict, types.MappingProxyType)):
             pairs = []
-            for key, element in plain_dict(value).items():
-                place = f"{path}[{key!r}]" if isinstance(key, (str, int)) else f"{path}[…]"
+            for number, (key, element) in enumerate(plain_dict(value).items()):
+                place = f"{path}[{key!r}]" if isinstance(key, (str, int)) else f"{path}[… {number}]"
                 pairs += [(key, place), (element, place)]
             return self.items(pairs)
         if isinstance(value, (set, frozenset)):

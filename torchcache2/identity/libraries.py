@@ -46,11 +46,16 @@ _OF_TOKENIZERS = ("name_or_path", "vocab_file", "tokenizer_file")
 _LEFT_OUT = {
     # Python's hash of a text, which differs between processes; tells save_pretrained of changes.
     ("transformers", "GenerationConfig"): ("_original_object_hash",),
-    # Where it was loaded from; weights and vocabularies count by content, classes by code.
-    ("transformers", "PreTrainedConfig"): ("_name_or_path",),
-    ("transformers", "PretrainedConfig"): ("_name_or_path",),  # before version 5
+    # Where it was loaded from; weights and vocabularies count by content, classes by code. The others are
+    # those of the model that saves the configuration.
+    ("transformers", "PreTrainedConfig"): ("_name_or_path", "architectures", "dtype"),
+    ("transformers", "PretrainedConfig"): (
+        "_name_or_path",
+        "architectures",
+        "torch_dtype",
+    ),  # before version 5
     # The second notes an earlier request for hidden states; see `without_captures`.
-    ("transformers", "PreTrainedModel"): ("name_or_path", "_output_capturing_hooks_installed"),
+    ("transformers", "PreTrainedModel"): ("name_or_path", "_output_capturing_hooks_installed", "model_tags"),
     ("transformers", "PreTrainedTokenizerBase"): (
         *_OF_TOKENIZERS,
         *[f"init_kwargs.{name}" for name in _OF_TOKENIZERS],
@@ -63,6 +68,15 @@ _LEFT_OUT = {
     ("diffusers", "FrozenDict"): ("_name_or_path", "_use_default_values"),
     ("peft", "PeftConfigMixin"): ("base_model_name_or_path",),
     ("sentence_transformers", "Transformer"): ("_prompt_length_mapping",),
+    # What `similarity` computes with, set by its first call, and notes for the model's card.
+    **dict.fromkeys(
+        [("sentence_transformers", f"{name}Encoder") for name in ("Cross", "Sparse", "MultiVector")]
+        + [("sentence_transformers", "SentenceTransformer")],
+        (
+            *("_similarity", "_similarity_pairwise", "_similarity_fn_name"),
+            *("model_card_data", "_model_card_text", "_model_card_vars"),
+        ),
+    ),
     # A count of the hooks of the process, to remove one; hooks count where they run.
     ("torch", "RemovableHandle"): ("id", "hooks_dict_ref", "extra_dict_ref"),
     # Tools' notes about a graph; its code counts.

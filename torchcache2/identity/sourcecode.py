@@ -1,7 +1,7 @@
 """Where code comes from, and its source.
 
 Code has one of four origins. *Project* code is the user's own: the key covers each of its functions, and
-everything that it names. Code of *installed* packages is covered by its file and the package's version,
+everything that it names. Code of *installed* packages is covered by the package's version and content,
 *torch*'s and the standard library's (*builtin*) by name.
 """
 
@@ -47,8 +47,9 @@ _WORD = re.compile(r"[.'\"](\w+)")
 _FUTURE = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names})
 _SITE_NAMES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
-# Classes made by `ABCMeta(…)` or `types.new_class(…)` get these modules' names.
-_MAKERS = ("abc", "types")
+# Classes made by `ABCMeta(…)`, `types.new_class(…)` or `exec` get these modules' names.
+_MAKERS = ("abc", "types", "builtins")
+HEAP_TYPE = 1 << 9  # `Py_TPFLAGS_HEAPTYPE`: set for every class made by Python code
 
 
 def defining_module(obj: Any) -> str:
@@ -59,9 +60,15 @@ def defining_module(obj: Any) -> str:
         # Unlike `__module__`, which `functools.wraps` copies to a wrapper.
         return str(obj.__globals__.get("__name__", ""))
     name = getattr(obj, "__module__", None)
-    if name in _MAKERS and isinstance(obj, type) and vars(sys.modules[name]).get(obj.__name__) is not obj:
+    is_made = name in _MAKERS and isinstance(obj, type) and not is_builtin(obj)
+    if is_made and vars(sys.modules[str(name)]).get(obj.__name__) is not obj:
         return ""
     return name if isinstance(name, str) else "builtins"
+
+
+def is_builtin(kind: type) -> bool:
+    """Whether a class is one of Python's own, not one that `exec` has made without a module."""
+    return kind.__module__ == "builtins" and not kind.__flags__ & HEAP_TYPE
 
 
 def origin(obj: Any) -> Origin:

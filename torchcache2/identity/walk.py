@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import inspect
 import logging
 import os
 import random
@@ -38,7 +39,7 @@ from torchcache2.core.logs import shown
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import is_out_of_memory
 from torchcache2.core.values import attributes
-from torchcache2.identity import libraries, marks
+from torchcache2.identity import libraries, marks, memos
 from torchcache2.identity.codewalk import CodeWalk
 from torchcache2.identity.encoding import (
     CONTAINERS,
@@ -60,7 +61,7 @@ from torchcache2.identity.fingerprint import Fingerprint
 from torchcache2.identity.guard import MUTABLE, alike, content
 from torchcache2.identity.names import is_plain, unmangled
 from torchcache2.identity.obstacles import ShardedError, sharding
-from torchcache2.identity.sourcecode import CompiledTexts
+from torchcache2.identity.sourcecode import HEAP_TYPE, CompiledTexts
 
 _FORMAT = 3
 _NONE = object()
@@ -85,7 +86,6 @@ _MOST_TEXT = 4096  # characters, or bytes, of a reported value
 _PICKLED = ("pandas.", "PIL.", "sympy.")
 _HANDLES = ("fd", "fileno", "handle")  # names of numbers that mean something in this process only
 _SAYS_WHAT_TO_PICKLE = frozenset(("__getstate__", "__reduce__", "__reduce_ex__"))
-_HEAP_TYPE = 1 << 9  # `Py_TPFLAGS_HEAPTYPE`: set for every class made by Python code
 _OF_C = (types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType)
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}")
 
@@ -167,6 +167,7 @@ class Walk(CodeWalk):
         # Every module found, its attributes that were read, and those that were left out. Includes a root
         # that is a plain object.
         self.modules: list[tuple[Any, list[str], set[str]]] = []
+        self.memos: dict[int, tuple[Any, str]] = {}  # by id, functions behind `lru_cache`, and their paths
         self.lazies: list[Lazy] = []  # modules that need not be loaded
         self.loaded: list[Loaded] = []  # those that are
         self.names_grad = False  # whether code may turn grad mode on
@@ -183,6 +184,7 @@ class Walk(CodeWalk):
         self._bulk = Bulk(self.most_before_bulk, self.held_in_bulk)
         self._notes: dict[str, Any] = {}  # plain values inside of objects, by path
         self._noted: set[int] = set()
+        self._kept: dict[int, Any] = {}  # by id, functions whose results were read, and those that count
         self._read(root)
 
     def _read(self, root: Any) -> None:
@@ -193,7 +195,7 @@ class Walk(CodeWalk):
             for number, hook in enumerate(hooks.values()):
                 self.parts[f"hook (global) {number}"] = self.encode(hook, f"global hook {number}")
         self.write_replaced()
-        while self.write_all() or self._read_fields():
+        while self.write_all() or self._read_fields() or self._read_memos():
             pass
         self._close_fields()
         self.watch_all()
@@ -504,13 +506,14 @@ class Walk(CodeWalk):
             self.parts[f"cached {path}"] = self.encode(options, path)
         self.parts[f"training {path}".rstrip()] = self.encode(attribute(module, "training", False), path)
         self.parts[label] = head + Encoder().encode(list(children), path)
-        if not path:  # hooks of the root run outside of the forward, so what they collect is irrelevant
+        if not path:
             containers = dict(self.containers)
             self._hooks(module, where)
-            self.containers = containers
+            if self.uses.root is None:  # they run outside of the forward: what they collect is irrelevant
+                self.containers = containers
 
     def _hooks(self, module: nn.Module, where: str) -> None:
-        before, self.in_hook = self.in_hook, bool(where)
+        before, self.in_hook = self.in_hook, bool(where) or self.uses.root is not None
         for hooks in (private.PRE_HOOKS, private.HOOKS):
             for number, (key, hook) in enumerate(libraries.without_captures(vars(module).get(hooks, {}))):
                 name = f"{where}{hooks}[{number}]"
@@ -542,6 +545,31 @@ class Walk(CodeWalk):
                     field.skipped.add(field.name)
                     if field.name in field.names:
                         field.names.remove(field.name)
+
+    def _read_memos(self) -> bool:
+        """Write results that functions keep, and watch these functions; returns whether there was more."""
+        before = len(self._kept)
+        for memo, path in list(self.memos.values()):
+            if self.origins.of(inspect.unwrap(memo)) in ("torch", "builtin"):
+                continue
+            if (kept := memos.kept_by(memo)) is None:
+                self.parts[f"global {path}()"] = self.unreadable(memo, f"{path}()")
+                continue
+            results = memos.results_of(memo, kept, self._label_of)
+            if id(memo) not in self._kept and (not results or any(one.counts for one in results)):
+                self._kept[id(memo)] = memo
+                self.reads.append((memos.referents, (memo, kept)))
+            for one in results:
+                if one.counts and id(one.value) not in self._kept:
+                    self._kept[id(one.value)] = one.value
+                    where = f"{path}({one.call})"
+                    self.parts[f"global {where}"] = self.encode(one.value, where)
+        return len(self._kept) > before
+
+    def _label_of(self, value: Any) -> str | None:
+        if id(value) in self._labels:
+            return self._labels[id(value)].decode()
+        return "self" if id(value) in self._noted else None
 
     def _lazy(self, lazy: Lazy, path: str) -> None:
         """Write how a lazy module is loaded. If it is loaded, watch it like any other.
@@ -614,11 +642,16 @@ def _builtin(walk: Walk, value: Any, path: str) -> bytes:
     return b"u" + name + data + (walk.encode(owner, path) if is_bound else b"")
 
 
+def _memo(walk: Walk, value: Any, path: str) -> bytes:
+    walk.memos.setdefault(id(value), (value, path))  # its results are read later
+    return b"hl" + walk.items([(value.__wrapped__, path)])
+
+
 def _is_named_in_c(value: Any) -> bool:
     """Whether a module has an object under its own name, which is callable, and of a type made in C."""
     names = getattr(sys.modules.get(str(getattr(value, "__module__", None))), "__dict__", {})
     is_there = names.get(str(getattr(value, "__name__", None))) is value
-    return is_there and callable(value) and not type(value).__flags__ & _HEAP_TYPE
+    return is_there and callable(value) and not type(value).__flags__ & HEAP_TYPE
 
 
 def _generator(walk: Walk, value: Any, path: str) -> bytes:
@@ -660,7 +693,7 @@ _TABLE: dict[type, Callable[[Walk, Any, str], bytes]] = {
     classmethod: _fields_of(b"hc", "__func__"),
     property: _fields_of(b"hp", "fget", "fset"),
     functools.cached_property: _fields_of(b"hf", "func"),
-    type(functools.lru_cache(print)): _fields_of(b"hl", "__wrapped__"),
+    memos.MEMO: _memo,
     weakref.ReferenceType: lambda walk, value, path: b"w" + walk.encode(value(), path),
     logging.Logger: lambda walk, value, path: b"h" + text_bytes(value.name),
     torch.jit.ScriptFunction: Walk.unreadable,
@@ -846,7 +879,7 @@ def has_plain_state(value: Any) -> bool:
 
 
 def _is_made_in_c(kind: type) -> bool:
-    if not kind.__flags__ & _HEAP_TYPE:
+    if not kind.__flags__ & HEAP_TYPE:
         return True
     new = vars(kind).get("__new__")
     return isinstance(new, types.BuiltinFunctionType) or any(
