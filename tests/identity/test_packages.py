@@ -2,16 +2,11 @@
 
 import base64
 import hashlib
-import importlib
 import os
 import shutil
-import sys
 
 import pytest
-import torch
 
-from tests.helpers.outputs import warnings_in
-from torchcache2 import torchcache
 from torchcache2.identity.packages import Packages
 
 FILES = {
@@ -57,7 +52,7 @@ def install(tmp_path):
 
 
 def digest(site):
-    return Packages().of("written_own.model", str(site / "written_own" / "model.py")).digest
+    return Packages().digest("written_own.model", str(site / "written_own" / "model.py"))
 
 
 def edit(site, *, text="def scale(x):\n    return x * 3\n", name="ops.py", is_dated=False):
@@ -104,27 +99,3 @@ def test_extension_modules_built_here_count(install):
         for name, text in zip("abc", "112", strict=True)
     )
     assert one == same != two
-
-
-def test_a_package_that_is_installed_again_while_it_is_loaded(install, monkeypatch, log):
-    site = install("a")
-    monkeypatch.syspath_prepend(site)
-    module = importlib.import_module("written_own.model")
-    for name in ("written_own", "written_own.model", "written_own.ops"):
-        monkeypatch.setitem(sys.modules, name, sys.modules[name])
-    x = torch.ones(2, 3)
-
-    def namespace():
-        net = torchcache(module.Net().eval())
-        assert torch.equal(net(x), module.Net()(x))
-        return net.cache_instance.module_hash
-
-    before = namespace()
-    assert warnings_in(log) == [] and namespace() == before
-    edit(site)
-    edit(site, name="model.py", text=FILES["model.py"])  # as pip does: each file is new
-    stale = namespace()
-    assert "written_own.ops (its file has been changed)" in warnings_in(log)[0]
-    importlib.reload(sys.modules["written_own.ops"])
-    importlib.reload(module)
-    assert len({before, stale, namespace()}) == 3 and len(warnings_in(log)) == 1

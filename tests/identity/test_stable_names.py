@@ -111,7 +111,6 @@ def test_what_saving_and_comparing_sets_is_left_out(installed):
     config = installed("transformers", lines).PreTrainedConfig()
     text = (
         "import torch\nclass SentenceTransformer(torch.nn.Module):\n    def encode(self, x): return x * 2\n"
-        "    def similarity_pairwise(self, x): return self._similarity_pairwise(x)\n"
     )
     model = installed("sentence_transformers", text).SentenceTransformer()
     model.config, model.model_card_data, model._similarity_pairwise = config, {"saved": False}, None
@@ -120,10 +119,6 @@ def test_what_saving_and_comparing_sets_is_left_out(installed):
     model.model_card_data, model._similarity_pairwise = {"saved": True}, torch.nn.functional.cosine_similarity
     config.dtype, config.architectures = "float32", ["Bert"]
     assert model.cache_instance.module_hash == before
-    torchcache(model, methods=("similarity_pairwise",))  # this one reads it
-    before = model.cache_instance.module_hash
-    model._similarity_pairwise = torch.nn.functional.pairwise_distance
-    assert model.cache_instance.module_hash != before
 
 
 def test_hooks_by_which_transformers_collects_hidden_states_are_left_out_unless_they_are_there_twice():
