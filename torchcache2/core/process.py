@@ -213,7 +213,7 @@ class Marks:
         Where the numbers are; 0: free.
     """
 
-    SIZE = 4096
+    SIZE = 512
 
     def __init__(self, words: Array | None = None) -> None:
         memory = mmap.mmap(-1, 8 * self.SIZE) if words is None else words
