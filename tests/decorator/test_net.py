@@ -374,6 +374,14 @@ def test_rows_of_a_name_that_stands_for_the_module_are_replaced(clock):
     assert torch.equal(cached(X), fresh.flip(0))
 
 
+@pytest.mark.parametrize("more", [{}, {"persistent_module_hash": "encoder"}])
+def test_another_version_is_another_key(more):
+    def named(**options):
+        return torchcache(**options, **more)(doubled).cache_instance.module_hash
+
+    assert named() == named(version=None) != named(version=1) == named(version="1") != named(version=2)
+
+
 # Where nothing can be checked
 
 
