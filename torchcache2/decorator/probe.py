@@ -167,7 +167,6 @@ class Probes:
     def depends(self, kind: Kind) -> None:
         """Record that an item's output depends on its batch, in this run."""
         with self._lock():
-            kind.is_mixing = True
             self._mixing.setdefault(kind.code, set()).add(kind.name)
             self._by_group = {}  # holds for other weights too
 
