@@ -1,4 +1,4 @@
-"""The process: its rank, locks that survive a fork, marks that it shares with others, and exit handlers."""
+"""The process: its rank, locks that survive a fork, numbers that forked children share, and exit handlers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
-import numpy as np
 import torch
 
-from torchcache2.core.keys import Array
 from torchcache2.core.private import register_before_pools_end
 
 T = TypeVar("T")
@@ -202,38 +200,34 @@ class computed_once(Generic[T]):  # noqa: N801
         return value
 
 
-class Marks:
-    """A set of numbers that processes share: all that map its `words`, or a process and its forked children.
+class ForkedRows:
+    """Rows of numbers that a process shares with its forked children; all are 0 at first.
 
-    Takes no lock: of two marks made at once, one may be lost. A full set takes no more.
+    Takes no lock: of two changes of a number made at once, one may be lost.
 
     Parameters
     ----------
-    words : ndarray of uint64, shape (`SIZE`,), optional
-        Where the numbers are; 0: free.
+    width : int
+        How many numbers a row has.
     """
 
-    SIZE = 512
+    ROWS = 256
 
-    def __init__(self, words: Array | None = None) -> None:
-        memory = mmap.mmap(-1, 8 * self.SIZE) if words is None else words
-        self._words = np.frombuffer(memory, np.uint64)
+    def __init__(self, width: int) -> None:
+        self._width = 1 + width
+        memory = memoryview(mmap.mmap(-1, 8 * self._width * self.ROWS))
+        self._names, self._numbers = memory.cast("Q"), memory.cast("d")
 
-    def _place(self, number: int) -> int | None:
-        """Where a number is, or may be put; None if the set is full."""
-        free_or_here = np.flatnonzero((self._words == number) | (self._words == 0))
-        after = free_or_here[np.searchsorted(free_or_here, number % self.SIZE) :]
-        return int(after[0]) if len(after) else int(free_or_here[0]) if len(free_or_here) else None
-
-    def __contains__(self, number: int) -> bool:
-        place = self._place(number)
-        return place is not None and int(self._words[place]) == number
-
-    def add(self, number: int) -> None:
-        """Add a number other than 0."""
-        place = self._place(number)
-        if place is not None:
-            self._words[place] = number
+    def row(self, name: int) -> memoryview[float]:
+        """The row with a name, a number of 64 bits other than 0; if there are too many, one of its own."""
+        first = name % self.ROWS
+        for at in (*range(first, self.ROWS), *range(first)):
+            start = at * self._width
+            if self._names[start] in (0, name):
+                self._names[start] = name
+                if self._names[start] == name:  # else another process has just taken it
+                    return self._numbers[start + 1 : start + self._width]
+        return memoryview(bytearray(8 * self._width)).cast("d")[1:]
 
 
 # The end of the process.

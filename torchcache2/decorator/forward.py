@@ -202,7 +202,12 @@ class Computation:
         positions = torch.arange(count, device="cpu")
         inputs, state = self._watched(call.args, call.kwargs, positions)
         undo = self._undo(state) if self.checks.is_just_check else None
-        output = self.forward(call.args, call.kwargs)
+        try:
+            output = self.forward(call.args, call.kwargs)
+        except BaseException:
+            if undo is not None:
+                undo(all_of_it=threading.active_count() == 1)
+            raise
         self.ran = [output]
         stop = self._trace(inputs, state, output)
         if stop is not None:

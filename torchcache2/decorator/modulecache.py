@@ -481,7 +481,7 @@ class ModuleCache:
         if self.settings.probe:
             kind = self._probes.kind(keys.group, self.fingerprint, call, self.method)
             may_run = functools.partial(may_check, known, root, call, seen)
-            checks = CallChecks(self._probes, kind, keys, may_run, self.engine.tiers.marks)
+            checks = CallChecks(self._probes, kind, keys, may_run)
         described = self.description
         computation = Computation(known, call, keys, forward, root, seen, checks, described, self.refresh)
         for loop in [*self._loops]:  # now the next calls' form is known
@@ -507,7 +507,9 @@ class ModuleCache:
             if stop.reason == "stack":
                 stop = not_stored("batch", stop.output, stop.text, cause="stack")
             if stop.reason == "batch":
-                self._drop(keys.namespace)
+                is_first = isinstance(checks, CallChecks) and checks.is_first_batch
+                if not is_first:  # else no row of such calls is read in this run: those of other methods stay
+                    self._drop(keys.namespace)
                 if isinstance(checks, CallChecks):
                     self._probes.depends(checks.kind)
             raise stop from None

@@ -15,14 +15,12 @@ differ.
 
 Beside the first of each kind, checks take at most 2 % of the time that the found items would have taken to
 compute, or of the time of the calls where that is more. A check that is too expensive now is due until it is
-not. The processes of a job share what the first checks have shown.
+not. Forked children, such as the workers of a `DataLoader`, count and check together with their parent.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-import math
 import types
 from collections.abc import Callable, Collection, Iterator, Sequence
 from operator import length_hint
@@ -36,7 +34,7 @@ from xxhash import xxh3_64_intdigest
 from torchcache2.core.errors import OutputError
 from torchcache2.core.keys import Keys
 from torchcache2.core.logs import shown
-from torchcache2.core.process import Marks, ProcessLock
+from torchcache2.core.process import ForkedRows, ProcessLock
 from torchcache2.core.rows import Rows
 from torchcache2.core.sizes import is_out_of_memory
 from torchcache2.core.values import UnstorableError
@@ -57,7 +55,10 @@ _MOST_NAMESPACES = 256
 _MOST_VALUES = 8  # if so many kinds, different only in values, have one result, assume it for the others
 _MOST_WHOLE = 1 << 16  # batches known to be computed as a whole
 _MOST_STALE = 3  # verdicts of one kind that its rows are stale; what is stale again and again is not cached
+_USUAL = 2e-3  # seconds that a check takes beside its forward, until one has shown it
 _MISSED, _MIXED, _FOUND, _AGAIN = range(4)  # no, some, and all items were found; all, of a batch as computed
+# In `Kind.row`; the first two have a number for each of these.
+_COUNT, _DUE, _ITEMS, _SECONDS, _SEEN, _PACE, _SPENT, _EXTRA, _PARTS, _MIXING = 0, 4, *range(8, 16)
 _COLLECTIVES = {
     *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all"),
     *("all_to_all_single", "barrier", "broadcast", "gather_for_metrics", "reduce_scatter"),
@@ -66,7 +67,6 @@ _COLLECTIVES = {
 _TALKING = ("torch.distributed", "torch.nn.parallel.distributed")  # modules of these talk to other processes
 
 
-@dataclasses.dataclass
 class Kind:
     """Calls that are equal except for their items share one series of checks.
 
@@ -76,57 +76,52 @@ class Kind:
         A digest of the arguments other than items, and of the form of the items.
     code : bytes
         A digest of the module's code and of the form of the arguments, without weights and values.
-    is_mixing : bool
-        Whether an item's output depends on its batch.
-    counts, due : list of int
-        By what was found: batches so far, and the number of the next one to check.
-    items, seconds : float
-        Found items, and the time of all calls without checks.
-    pace : float
-        Seconds to compute an item; infinite if none was computed here.
-    spent, extra : float
-        Seconds of checks beside the first of each series; what a check takes beside its forward.
+    row : memoryview of float
+        What forked processes know together: for each of four series, how many batches there were, and which
+        one is to be checked next (0: the first); how many items were found; the seconds of all calls without
+        checks; how many batches were computed, and the seconds an item; the seconds of checks beside the
+        firsts, what a check takes beside its forward, and what parts take; whether items depend on
+        their batch.
     """
 
-    name: str
-    code: bytes
-    is_mixing: bool = False
-    counts: list[int] = dataclasses.field(default_factory=lambda: [0] * 4)
-    due: list[int] = dataclasses.field(default_factory=lambda: [1] * 4)
-    items: int = 0
-    seconds: float = 0.0
-    pace: float = math.inf
-    spent: float = 0.0
-    extra: float = 0.0
+    WIDTH = 16
 
-    def affords(self, items: int) -> bool:
-        """Whether computing so many items again keeps to the price."""
-        if self.pace == math.inf:
-            return items <= _PRICE * self.items
-        allowed = _PRICE * max(self.items * self.pace, self.seconds)
-        return self.spent + self.extra + items * self.pace <= allowed
+    def __init__(self, name: str, code: bytes, row: memoryview[float]) -> None:
+        self.name, self.code, self.row = name, code, row
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there were any batches."""
+        return any(self.row[_COUNT : _COUNT + 4])
+
+    def affords(self, what: int, found: int) -> bool:
+        """Whether a check that computes `found` items again keeps to the price."""
+        row = self.row
+        cost = row[_EXTRA] + found * row[_PACE] + (row[_PARTS] if what < _FOUND else 0.0)
+        return row[_SPENT] + cost <= _PRICE * max(row[_ITEMS] * row[_PACE], row[_SECONDS])
 
     def checked(self, what: int) -> None:
         """Have the next batch checked that comes after twice as many, or after 256."""
-        count = self.counts[what]
-        self.due[what] = min(1 << count.bit_length(), count + _LONGEST)
+        count = int(self.row[_COUNT + what])
+        self.row[_DUE + what] = min(1 << count.bit_length(), count + _LONGEST)
+
+    def start_anew(self) -> None:
+        """Forget all but the verdict."""
+        for at in range(_MIXING):
+            self.row[at] = 0.0
 
 
 class Probes:
-    """Results of this run's checks of one decorator's modules or functions; safe under threads.
-
-    A forked child shares `marks` with its parent: the first checks that have shown no fault.
-    """
+    """Results of this run's checks of one decorator's modules or functions; safe under threads."""
 
     def __init__(self) -> None:
-        self.marks = Marks()
+        self._rows = ForkedRows(Kind.WIDTH)
         self._lock = ProcessLock()
         self._by_group: dict[tuple[bytes, int], Kind] = {}
         self._kinds: dict[bytes, dict[str, Kind]] = {}  # by namespace and name
         self._mixing: dict[bytes, set[str]] = {}  # names of dependent kinds, by `Kind.code`
         self._stale: dict[bytes, int] = {}  # verdicts, by `Kind.code`
         self._whole = set[int]()  # batches that this run has computed as a whole
-        self._drops = 0  # so that marks of dropped rows do not count
 
     def kind(self, group: bytes, fingerprint: Fingerprint, call: BoundCall, method: str = "forward") -> Kind:
         """The kind of a call of a method whose keys have this group."""
@@ -148,25 +143,24 @@ class Probes:
         form = text.encode("utf-8", "surrogatepass")
         name, code = digest([form, call.context]).hex(), digest([fingerprint.code, form])
         mixing = self._mixing.get(code, set())
-        if name in mixing:  # a module that has mixed items is not checked again after a change of weights
-            return Kind(name, code, is_mixing=True)
-        if name not in kinds:
-            alike = sum(kind.code == code and any(kind.counts) for kind in kinds.values())
+        is_mixing = name in mixing  # it is not checked again after a change of weights
+        if name not in kinds and not is_mixing:
+            alike = sum(kind.code == code and kind.is_known for kind in kinds.values())
             if alike + len(mixing) >= _MOST_VALUES:
-                if mixing:  # some values make it mix items, so do not try unknown ones
-                    return Kind(name, code, is_mixing=True)
-                name = digest([form]).hex()
+                is_mixing = bool(mixing)  # some values make it mix items, so do not try unknown ones
+                name = name if is_mixing else digest([form]).hex()
             if len(kinds) >= _MOST_KINDS:
                 kinds.clear()
-        return kinds.setdefault(name, Kind(name, code))
-
-    def mark(self, namespace: bytes, kind: Kind, what: int) -> int:
-        """The number under which `marks` knows the first check of a series."""
-        return xxh3_64_intdigest(repr([namespace, kind.name, what, self._drops]).encode())
+        if name not in kinds:
+            number = xxh3_64_intdigest(fingerprint.namespace + name.encode())
+            kinds[name] = Kind(name, code, self._rows.row(number))
+        kinds[name].row[_MIXING] = float(is_mixing or kinds[name].row[_MIXING])
+        return kinds[name]
 
     def depends(self, kind: Kind) -> None:
         """Record that an item's output depends on its batch, in this run."""
         with self._lock():
+            kind.row[_MIXING] = 1.0
             self._mixing.setdefault(kind.code, set()).add(kind.name)
             self._by_group = {}  # holds for other weights too
 
@@ -179,17 +173,18 @@ class Probes:
     def start_anew(self, namespace: bytes) -> None:
         """Restart the checks of a namespace, whose rows were dropped; verdicts stay."""
         with self._lock():
-            self._kinds.pop(namespace, None)
-            self._by_group = {}
+            for kind in self._kinds.get(namespace, {}).values():
+                kind.start_anew()
             self._whole.clear()
-            self._drops += 1
 
     def forget(self) -> None:
         """Forget all verdicts, and start all checks anew."""
         with self._lock():
+            for kind in [kind for kinds in self._kinds.values() for kind in kinds.values()]:
+                kind.start_anew()
+                kind.row[_MIXING] = 0.0
             self._kinds, self._mixing, self._stale, self._by_group = {}, {}, {}, {}
             self._whole.clear()
-            self._drops += 1
 
     def is_whole(self, keys: Keys) -> bool:
         """Whether this run has computed a batch, in any order."""
@@ -227,40 +222,35 @@ class CallChecks(Checks):
     """The checks of one call; raises `BypassError` if its items are known to depend on their batch.
 
     When a check is due, ``may_run(is_found)`` returns whether the forward can run just for it; `is_found`:
-    for a batch that is all found. ``shared()`` returns marks of the processes of the job, if it has such.
+    for a batch that is all found.
     """
 
-    def __init__(
-        self,
-        probes: Probes,
-        kind: Kind,
-        keys: Keys,
-        may_run: Callable[[bool], bool],
-        shared: Callable[[], Marks | None],
-    ) -> None:
-        if kind.is_mixing:
+    def __init__(self, probes: Probes, kind: Kind, keys: Keys, may_run: Callable[[bool], bool]) -> None:
+        if kind.row[_MIXING]:
             raise BypassError.because("batch", "an item's output depends on the rest of its batch")
         self.kind = kind
         self._probes, self._keys, self._may_run = probes, keys, may_run
-        self._shared = shared
         self._what = _MISSED
         self._is_checked = self._is_first = False
 
+    @property
+    def is_first_batch(self) -> bool:
+        """Whether this run has kept no rows of such calls yet."""
+        return sum(self.kind.row[_COUNT : _COUNT + 4]) <= 1
+
     def is_due(self, found: int) -> bool:
         """Whether to compute the whole batch; `found` of its items were found."""
-        kind, count = self.kind, len(self._keys)
+        kind, row, count = self.kind, self.kind.row, len(self._keys)
         if count == 0:
             return False
         what = _MISSED if not found else _MIXED if found < count else _FOUND
         if what == _FOUND and self._probes.is_whole(self._keys):
             what = _AGAIN
         self._what = what
-        kind.counts[what] += 1
-        if kind.due[what] == 1 and self._mark() in self._marks():  # another process has checked the first
-            kind.due[what] = 2
-        self._is_first = kind.due[what] == 1
-        items = found + (count + 1) // 2 * (what < _FOUND)  # with parts of the batch
-        is_turn = kind.counts[what] >= kind.due[what] and (self._is_first or kind.affords(items))
+        row[_COUNT + what] += 1.0
+        due = row[_DUE + what]
+        self._is_first = due == 0.0
+        is_turn = self._is_first or (row[_COUNT + what] >= due and kind.affords(what, found))
         if not (is_turn or (found and is_computed_again())):
             return False
         if not self._may_run(what >= _FOUND):
@@ -282,28 +272,27 @@ class CallChecks(Checks):
 
     def settle(self, batch: Batch, seconds: float) -> None:
         """Count the time of this batch, and its check."""
-        kind = self.kind
-        kind.items += len(self._keys) - batch.misses
-        kind.seconds += max(0.0, seconds - self.seconds)
+        row = self.kind.row
+        row[_ITEMS] += len(self._keys) - batch.misses
+        row[_SECONDS] += max(0.0, seconds - self.seconds)
         if batch.computed:
-            kind.pace = min(kind.pace, max(0.0, batch.seconds - self.of_parts) / batch.computed)
+            pace, known = max(0.0, batch.seconds - self.of_parts) / batch.computed, row[_PACE]
+            if row[_SEEN] > 1.0:  # of the first two batches, the faster one: the other may have compiled
+                pace = known + (min(pace, 4.0 * known) - known) / 8.0
+            elif row[_SEEN]:
+                pace = min(pace, known)
+            row[_PACE] = pace
+            row[_SEEN] += 1.0
         if not self._is_checked:
             return
         if not self._is_first:
-            kind.spent += self.seconds
+            row[_SPENT] += self.seconds
+        if self.computes_parts:
+            row[_PARTS] = self.of_parts
         if self._what >= _FOUND:
-            kind.extra = max(0.0, self.seconds - batch.seconds)
-        if self.is_conclusive:
-            kind.checked(self._what)
-            if self._is_first:
-                self._marks().add(self._mark())
-
-    def _marks(self) -> Marks:
-        shared = self._shared()
-        return self._probes.marks if shared is None else shared
-
-    def _mark(self) -> int:
-        return self._probes.mark(self._keys.namespace, self.kind, self._what)
+            extra = max(0.0, self.seconds - batch.seconds)
+            row[_EXTRA] = min(extra, _USUAL) if self._is_first else extra  # the first imports what it needs
+        self.kind.checked(self._what)
 
 
 def talks(root: Any, fingerprint: Fingerprint) -> bool:

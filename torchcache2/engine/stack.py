@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from torchcache2.core.keys import Flags, Keys
-from torchcache2.core.process import Marks, ProcessLock
+from torchcache2.core.process import ProcessLock
 from torchcache2.core.rows import Parts, Rows, merged
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import is_out_of_memory
@@ -221,10 +221,6 @@ class TierStack:
         if namespace not in self._users.described and any(tier.is_lasting for tier in tiers):
             self._users.describe(namespace, source.description(namespace))
         return max([tier.put(keys, rows) for tier in tiers])
-
-    def marks(self) -> Marks | None:
-        """What the processes of the job have checked, if tiers are in memory that they share."""
-        return next((tier.marks for tier in self.tiers if tier.marks is not None), None)
 
     def description(self, namespace: bytes) -> dict[str, Any]:
         """The description of a namespace in the cache directory; empty if there is none."""

@@ -25,7 +25,6 @@ import torch
 
 from torchcache2.core.keys import Flags, Keys, Positions
 from torchcache2.core.logs import ToldOnce
-from torchcache2.core.process import Marks
 from torchcache2.core.rows import Rows, Schema
 from torchcache2.files.directory import CacheDirectory
 
@@ -243,11 +242,6 @@ class Tier(abc.ABC):
             "corrupt": stats.corrupt,
             "faults": stats.faults,
         }
-
-    @property
-    def marks(self) -> Marks | None:
-        """What the processes that share the tier's memory have checked; None if none do."""
-        return None
 
     def later(self, function: Callable[..., None], *args: object) -> None:
         """Call a function in a new thread, as the garbage collector may have called in the middle of work."""

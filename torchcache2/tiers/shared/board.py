@@ -1,9 +1,9 @@
 """`Board`: what the processes of a job tell each other, in a small region that all of them map.
 
 Tables consist of 64-bit numbers. One number makes a row valid; it is written last and cleared first, so what
-a killed process leaves unfinished is invalid. Rows are written under the job's lock, with five exceptions:
-dropping a file, giving a ticket back, a mark and a process removing itself are single writes, and for a word
-of the head the last writer wins.
+a killed process leaves unfinished is invalid. Rows are written under the job's lock, with four exceptions:
+dropping a file, giving a ticket back and a process removing itself are single writes, and for a word of the
+head the last writer wins.
 
 ==================  =====================================================================================
 head                magic, the job's name, its lock, and the words of `Board`
@@ -11,7 +11,6 @@ members             the processes: pid, start time
 files               one for each namespace: state, inode, bytes, rows, whether unclaimed, the namespace
 holders             which process has which file open: file + 1, member, descriptor
 tickets             the numbers under which claims are held; see `Tickets`
-marks               what processes have checked; see `Marks`
 ==================  =====================================================================================
 """
 
@@ -26,7 +25,6 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from torchcache2.core.keys import Array, Flags, Positions
-from torchcache2.core.process import Marks
 from torchcache2.tiers.shared.region import PAGE, Region, is_alive, pages
 
 _SERIAL, _LAST, _MEMBER_OF, _THREAD, _FILE_OF, _SINCE = range(6)  # of a ticket
@@ -135,9 +133,9 @@ class _Word:
         board.head[self.place] = value
 
 
-_MAGIC = 0x32_6B6E_6172_6374  # "tcrank2"
+_MAGIC = 0x31_6B6E_6172_6374  # "tcrank1"
 _MEMBERS, _FILES, _HOLDERS = 512, 512, 2048  # rows
-_SHAPES = [(_MEMBERS, 2), (_FILES, 7), (_HOLDERS, 3), (Tickets.MOST, Tickets.COLUMNS), (Marks.SIZE, 1)]
+_SHAPES = [(_MEMBERS, 2), (_FILES, 7), (_HOLDERS, 3), (Tickets.MOST, Tickets.COLUMNS)]
 _SIZE = PAGE + sum(pages(8 * rows * columns) for rows, columns in _SHAPES)
 _NAME, _LOCK, _LONGEST = 1, 3, 5  # words of the head, beside those of `Board`
 _PID, _START = range(2)
@@ -173,8 +171,6 @@ class Board:
         Grows when a file is added.
     progress : int
         Grows while the holder of the lock does long work.
-    marks : Marks
-        Takes no lock.
     """
 
     budget, is_full, pressure, changes, progress = _Word(4), _Word(6), _Word(7), _Word(8), _Word(9)
@@ -187,8 +183,7 @@ class Board:
         for rows, columns in _SHAPES:
             tables.append(self.region.array("<i8", offset, rows * columns).reshape(rows, columns))
             offset += pages(8 * rows * columns)
-        self._members, self._files, self._holders, tickets, marks = tables
-        self.marks = Marks(marks)
+        self._members, self._files, self._holders, tickets = tables
         # Not a method: the board and `tickets` would form a reference cycle.
         self._is_alive = functools.partial(_is_alive, self._members)
         self.tickets = Tickets(tickets, self.head[_LONGEST : _LONGEST + 1], self._is_alive)

@@ -30,7 +30,7 @@ from torchcache2.core.errors import UnserialisableError
 from torchcache2.core.keys import Flags, Keys, Positions
 from torchcache2.core.logs import ToldOnce
 from torchcache2.core.memory import CUDA, Runtime, SpareMemory, to_host, with_ordinary_tensors
-from torchcache2.core.process import Marks, ProcessLock
+from torchcache2.core.process import ProcessLock
 from torchcache2.core.rows import Rows
 from torchcache2.core.sizes import size_text
 from torchcache2.tiers.base import Found, Make, Tally, Tier, TierClaim, TierStats
@@ -160,11 +160,6 @@ class SharedTier(Tier):
         self._is_off = False  # whether this process has stopped sharing, after a fault that would recur
         self._closed = False
         self._faults = self._corrupt = 0
-
-    @property
-    def marks(self) -> Marks:
-        """What the processes of the job have checked."""
-        return self._job.board.marks
 
     @property
     def member(self) -> int:
