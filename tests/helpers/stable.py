@@ -11,11 +11,13 @@ import functools
 import inspect
 import json
 import logging
+import struct
 import sys
 import threading
 import typing
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import nn
@@ -170,6 +172,11 @@ def objects_of_libraries():
     class Model(pydantic.BaseModel):
         scale: float = 2.0
 
+        @pydantic.field_validator("scale")
+        @classmethod
+        def positive(cls, scale):
+            return abs(scale)
+
     @pydantic.dataclasses.dataclass
     class Data:
         scale: float = 2.0
@@ -177,7 +184,8 @@ def objects_of_libraries():
     points = torch.arange(150.0).view(50, 3).sin().numpy()
     texts = TfidfVectorizer().fit(["a cat sat", "the dog ran"])
     tree = scipy.spatial.KDTree(points)
-    return holding([Attrs(), Model(), Data(), texts, tree, sympy.sin(sympy.symbols("x"))])
+    pool, form = ThreadPoolExecutor(1), struct.Struct("<i")
+    return holding([Attrs(), Model(), Data(), texts, tree, sympy.sin(sympy.symbols("x")), pool, form])
 
 
 MAKERS = {

@@ -860,6 +860,15 @@ def test_torch_that_is_patched_after_it_was_imported_within(project, monkeypatch
     assert torch.equal(cached(X), X * 3)
 
 
+def test_a_method_of_a_layer_of_torch_that_is_patched(monkeypatch):
+    layer = torchcache(nn.Conv1d(1, 1, 1), probe=False).requires_grad_(False)
+    x, forward = torch.rand(4, 1, 3), nn.Conv1d._conv_forward
+    for _ in range(3):
+        before = layer(x)
+    monkeypatch.setattr(nn.Conv1d, "_conv_forward", lambda self, *args: forward(self, *args) * 3)
+    assert torch.equal(layer(x), before * 3)
+
+
 class Doubling:
     def scale(self, x):
         return x * 2
@@ -1001,6 +1010,16 @@ def test_environment_variables_that_code_reads_count_and_are_noticed(name, proje
     assert torch.equal(cached(X), X * 2) and namespace(cached) == first
     monkeypatch.setenv("RANK", "7")  # no code names it
     assert torch.equal(cached(X), X * 2) and namespace(cached) == first
+
+
+def test_a_variable_that_takes_the_place_of_another_one(project, monkeypatch):
+    monkeypatch.setenv("OTHER", "1")
+    cached = torchcache(project({"model.py": READING["method"]}).model, probe=False)
+    for _ in range(3):
+        assert torch.equal(cached(X), X)
+    monkeypatch.delenv("OTHER")
+    monkeypatch.setenv("SCALE", "3")
+    assert torch.equal(cached(X), X * 3)
 
 
 def test_environment_variables_may_be_left_out(project, monkeypatch):

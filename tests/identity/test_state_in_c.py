@@ -9,7 +9,6 @@ import decimal
 import enum
 import importlib
 import io
-import os
 import pathlib
 import types
 
@@ -227,19 +226,6 @@ def test_a_large_image_is_not_read_at_every_call(monkeypatch):
     assert torch.equal(scaled(X), 2 * X) and len(reads) == known > 0
 
 
-class Reader:
-    """Has a descriptor, which another process may have for another file."""
-
-    def __init__(self, path):
-        self.fd = os.open(path, os.O_RDONLY)
-
-    def __del__(self):
-        os.close(self.fd)
-
-    def first(self):
-        return os.pread(self.fd, 1, 0)[0]
-
-
 class Table:
     """Has an open file of HDF5, whose pickle in C is a pointer and a handle."""
 
@@ -252,18 +238,15 @@ class Table:
         return int(self.file["a"][0])
 
 
-@pytest.mark.parametrize("kind", [Reader, Table])
-def test_handles_that_may_stand_for_another_file_count_in_this_process_only(kind, tmp_path, log):
-    for number in (2, 3):  # both files get the same descriptor
+def test_handles_that_may_stand_for_another_file_count_in_this_process_only(tmp_path, log):
+    for number in (2, 3):  # both files may get the same handle
         (path := tmp_path / str(number)).write_bytes(bytes([number]))
-        reader = kind(path)
-        scaled = torchcache(
-            lambda x, reader=reader: x * reader.first(), persistent_cache_dir=tmp_path / "rows"
-        )
+        table = Table(path)
+        scaled = torchcache(lambda x, table=table: x * table.first(), persistent_cache_dir=tmp_path / "rows")
         assert torch.equal(scaled(X), X * number)
         scaled.cache_instance.flush()
-        del scaled, reader
-        assert all(part in warnings_in(log)[-1] for part in ("reader.f", "this process only"))
+        del scaled, table
+        assert all(part in warnings_in(log)[-1] for part in ("table.f", "this process only"))
 
 
 POINTING = """

@@ -17,7 +17,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchcache2.core.errors import (
     InputError,
@@ -302,7 +302,7 @@ def glance(root: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple
 
 
 def _mark(value: Any) -> Any:
-    if type(value) in (Tensor, torch.nn.Parameter):  # reading attributes of subclasses may run any code
+    if any(type(value) is kind for kind in (Tensor, nn.Parameter)):  # those of subclasses may run any code
         return type(value), value.is_nested, value.layout, value.device.type, value.dim(), value.dtype
     if value is None or type(value) is bool or (type(value) is str and len(value) <= _LONG):
         return value

@@ -20,6 +20,7 @@ not. Forked children, such as the workers of a `DataLoader`, count and check tog
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import types
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -145,8 +146,8 @@ class Probes:
         mixing = self._mixing.get(code, set())
         is_mixing = name in mixing  # it is not checked again after a change of weights
         if name not in kinds and not is_mixing:
-            alike = sum(kind.code == code and kind.is_known for kind in kinds.values())
-            if alike + len(mixing) >= _MOST_VALUES:
+            alike = {kind.name for kind in kinds.values() if kind.code == code and kind.is_known}
+            if len(alike | mixing) >= _MOST_VALUES:
                 is_mixing = bool(mixing)  # some values make it mix items, so do not try unknown ones
                 name = name if is_mixing else digest([form]).hex()
             if len(kinds) >= _MOST_KINDS:
@@ -211,10 +212,11 @@ def _spread(call: BoundCall) -> int:
     if call.batch_size < 2:
         return 0
     taken = call.taken | call.aligned_ids
-    for value in (*call.args, *call.kwargs.values()) if taken else ():
-        is_uniform = isinstance(value, np.ndarray) and value.dtype.kind not in "OU"
-        if id(value) in taken and not is_uniform and len(set(map(length_hint, value))) > 1:
-            return 2
+    with contextlib.suppress(Exception):  # such as of an entry whose length is an error
+        for value in (*call.args, *call.kwargs.values()) if taken else ():
+            is_uniform = isinstance(value, np.ndarray) and value.dtype.kind not in "OU"
+            if id(value) in taken and not is_uniform and len(set(map(length_hint, value))) > 1:
+                return 2
     return 1
 
 

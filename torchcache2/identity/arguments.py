@@ -12,6 +12,7 @@ import contextlib
 import copy
 import dataclasses
 import inspect
+import itertools
 import os
 import re
 import stat
@@ -21,6 +22,7 @@ import types
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -269,9 +271,12 @@ def _file_state(value: Any, path: str) -> bytes:
         return b""
     places = [name]
     if stat.S_ISDIR(found.st_mode):
-        for folder, folders, files in os.walk(name):
-            folders.sort()
-            places += [os.path.join(folder, one) for one in sorted([*folders, *files])]
+        folders = [name]
+        for folder in folders:  # grows meanwhile
+            with contextlib.suppress(OSError), os.scandir(folder) as entries:
+                inside = sorted(itertools.islice(entries, _MOST_FILES), key=attrgetter("path"))
+                places += [one.path for one in inside]
+                folders += [one.path for one in inside if one.is_dir(follow_symlinks=False)]
             if len(places) > _MOST_FILES:
                 raise UnencodableError(path, value, f"a folder with more than {_MOST_FILES:,} files")
     elif not stat.S_ISREG(found.st_mode):

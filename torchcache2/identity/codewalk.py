@@ -264,11 +264,10 @@ class CodeWalk(Encoder):
             is_made = where == "installed" and "<locals>" in kind.__qualname__
             parts += self._class_contents(kind, label.decode(), everything=where == "project" or is_made)
             own = {name: one for name, one in vars(kind).items() if isinstance(one, types.FunctionType)}
-            if where == "installed":
+            is_layer = where == "torch" and is_module and kind is not nn.Module
+            if where == "installed" or is_layer:
                 self.watch_names(vars(kind), own)
-            elif where == "torch" and is_module and kind is not nn.Module:
-                self.watch_names(vars(kind), {"forward"} & own.keys())
-                self.uses.others |= _reached(own)
+            self.uses.others |= _reached(own) if is_layer else set()
         self.parts[label.decode()] = b"".join(map(sized, parts))
         return label
 
@@ -622,6 +621,6 @@ def _loaded(name: str) -> tuple[Any, ...]:
 
 
 def _values_in(names: Iterable[str], environment: Mapping[str, str]) -> tuple[Any, ...]:
-    """How many variables there are, and the values of some: equal texts are identical."""
-    values = [str(len(environment)), *[environment.get(name, "") for name in names]]
+    """Which variables there are, and the values of some: equal texts are identical."""
+    values = [" ".join(environment), *[environment.get(name, "") for name in names]]
     return tuple(map(sys.intern, values))

@@ -44,16 +44,14 @@ def graph_code(graph: torch.fx.Graph) -> list[Any]:
 # ``attribute`` is left out.
 _OF_TOKENIZERS = ("name_or_path", "vocab_file", "tokenizer_file")
 _LEFT_OUT = {
+    ("pydantic", "Decorator"): ("cls_ref",),  # a text with the address of the class
     # Python's hash of a text, which differs between processes; tells save_pretrained of changes.
     ("transformers", "GenerationConfig"): ("_original_object_hash",),
     # Where it was loaded from; weights and vocabularies count by content, classes by code. The others are
     # those of the model that saves the configuration.
     ("transformers", "PreTrainedConfig"): ("_name_or_path", "architectures", "dtype"),
-    ("transformers", "PretrainedConfig"): (
-        "_name_or_path",
-        "architectures",
-        "torch_dtype",
-    ),  # before version 5
+    # Before version 5.
+    ("transformers", "PretrainedConfig"): ("_name_or_path", "architectures", "torch_dtype"),
     # The second notes an earlier request for hidden states; see `without_captures`.
     ("transformers", "PreTrainedModel"): ("name_or_path", "_output_capturing_hooks_installed", "model_tags"),
     ("transformers", "PreTrainedTokenizerBase"): (

@@ -13,8 +13,10 @@ import functools
 import inspect
 import logging
 import os
+import queue
 import random
 import re
+import struct
 import sys
 import threading
 import types
@@ -22,6 +24,7 @@ import typing
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, MutableSet
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from gc import get_referents
 from itertools import chain
 from multiprocessing.synchronize import SemLock
@@ -84,7 +87,6 @@ GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rando
 _MOST_TEXT = 4096  # characters, or bytes, of a reported value
 # Objects of these packages also hold caches that they do not pickle.
 _PICKLED = ("pandas.", "PIL.", "sympy.")
-_HANDLES = ("fd", "fileno", "handle")  # names of numbers that mean something in this process only
 _SAYS_WHAT_TO_PICKLE = frozenset(("__getstate__", "__reduce__", "__reduce_ex__"))
 _OF_C = (types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType)
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}")
@@ -211,8 +213,7 @@ class Walk(CodeWalk):
                 if number is not None:
                     return b"file" + text_bytes(str(number))
             if isinstance(value, UNCOUNTED):
-                is_handle = type(value) is int and path.rpartition(".")[2].strip("_") in _HANDLES
-                return super().encode(value, path) + (self.unreadable(value, path) if is_handle else b"")
+                return super().encode(value, path)
             self._objects += 1
             if self._objects > self.most_objects:
                 if self._objects == self.most_objects + 1:
@@ -705,7 +706,14 @@ _TABLE: dict[type, Callable[[Walk, Any, str], bytes]] = {
     **dict.fromkeys(GENERATORS, _generator),
     **dict.fromkeys(_FLEETING, _fleeting),
     contextvars.ContextVar: _variable,
-    **dict.fromkeys((type(threading.Lock()), type(threading.RLock()), SemLock), _class_alone),
+    struct.Struct: _fields_of(b"hS", "format"),
+    **dict.fromkeys(
+        (
+            *(type(threading.Lock()), type(threading.RLock()), SemLock),
+            *(queue.SimpleQueue, ThreadPoolExecutor, ProcessPoolExecutor),
+        ),
+        _class_alone,
+    ),
     **dict.fromkeys(
         (
             *(types.BuiltinFunctionType, types.MethodDescriptorType, types.ClassMethodDescriptorType),
