@@ -99,3 +99,15 @@ def test_extension_modules_built_here_count(install):
         for name, text in zip("abc", "112", strict=True)
     )
     assert one == same != two
+
+
+def test_an_edit_is_noticed_by_who_has_read_the_package(install):
+    site, packages = install("a"), Packages()
+
+    def read():
+        return packages.digest("written_own.model", str(site / "written_own" / "model.py"))
+
+    before = read()
+    assert read() == before
+    edit(site, name="model.py")
+    assert read() != before

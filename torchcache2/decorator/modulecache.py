@@ -517,10 +517,10 @@ class ModuleCache:
     def _stale(self, computation: Computation, why: str) -> str | None:
         """What to say about found rows that were outdated; None if items depend on their batch.
 
-        They do if parts of the batch, computed by themselves, differ from it. All rows are dropped.
+        They do if parts of the batch, computed by themselves, differ from it. All rows have been dropped.
         """
         namespace, checks = computation.keys.namespace, computation.checks
-        self._drop(namespace)
+        self._probes.start_anew(namespace)
         text = f"{self.name}: {why}. All its rows are dropped, and computed anew: "
         if self.keeper.look(computation.root).namespace != namespace:
             return text + EDITED
