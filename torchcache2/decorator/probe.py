@@ -98,7 +98,7 @@ class Kind:
     def affords(self, what: int, found: int) -> bool:
         """Whether a check that computes `found` items again keeps to the price."""
         row = self.row
-        cost = row[_EXTRA] + found * row[_PACE] + (row[_PARTS] if what < _FOUND else 0.0)
+        cost = row[_EXTRA] + found * row[_PACE] + (row[_PARTS] if what == _MISSED else 0.0)
         return row[_SPENT] + cost <= _PRICE * max(row[_ITEMS] * row[_PACE], row[_SECONDS])
 
     def checked(self, what: int) -> None:
@@ -259,7 +259,7 @@ class CallChecks(Checks):
             self.give_up(found)
             return False
         self._is_checked = is_turn
-        self.computes_parts, self.is_just_check = is_turn and what < _FOUND, what >= _FOUND
+        self.computes_parts, self.is_just_check = is_turn and what == _MISSED, what >= _FOUND
         return True
 
     def give_up(self, found: int) -> None:
