@@ -296,7 +296,8 @@ class Board:
     def _live(self) -> Flags:
         """Which files are there, and not dropped."""
         inodes = self._files[:, _INODE]
-        return (inodes != 0) & (inodes != self._files[:, _DROPPED])
+        live: Flags = (inodes != 0) & (inodes != self._files[:, _DROPPED])
+        return live
 
     def file_of(self, namespace: bytes) -> int | None:
         """The number of a namespace's file; None if it has none."""
