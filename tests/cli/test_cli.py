@@ -44,8 +44,9 @@ from torchcache2.cli.report import verdict
 from torchcache2.core.rows import Rows
 from torchcache2.files import layout as segment
 from torchcache2.files.codec import codec
-from torchcache2.files.directory import FINGERPRINT, LOCK, TAG
+from torchcache2.files.directory import FINGERPRINT, LOCK, MIRROR, TAG
 from torchcache2.files.filesystem import FileSystem, ulid
+from torchcache2.files.layout import read_head, write_head
 from torchcache2.files.segment import encode
 from torchcache2.tiers.disk.tier import DiskTier
 
@@ -526,6 +527,20 @@ def test_prune_deletes_what_was_not_used_for_longest_and_says_so(path):
     told = run("prune", path, "--max-size", sizes[FIRST], "--format", "json").json
     assert told == [{"class": "models.Encoder", "namespace": SECOND, "files": 2, "bytes": sizes[SECOND]}]
     assert sealed_names(path, range(30), 64) == list(range(30))
+
+
+@pytest.mark.parametrize("uploaded", [True, False], ids=["some uploaded", "none"])
+def test_prune_deletes_only_what_the_bucket_of_a_local_folder_has(path, uploaded):
+    """Even if the rest is older, and nobody uses it."""
+    files = sorted(path.glob("*/*.safetensors"), key=os.path.getmtime)
+    there = files[-1:] if uploaded else []
+    for file in there:
+        write_head(FileSystem(), str(file), read_head(FileSystem(), str(file))[0])
+    if not uploaded:
+        (path / MIRROR).touch()  # a process has tried to upload them
+    done = run("prune", path, "--max-size", "1kB", code=1)
+    assert "are left, not in the bucket yet" in done.err
+    assert set(path.glob("*/*.safetensors")) == set(files) - set(there)
 
 
 def size_of_namespace(path, namespace):

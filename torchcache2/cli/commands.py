@@ -212,11 +212,12 @@ def _prune(
 ) -> None:
     """Delete segments that are not in use until a size is reached.
 
-    Damaged files go first, then segments of the least recently used namespace. Exit code 1 if more than the
-    size is in use.
+    Damaged files go first, then segments of the least recently used namespace. Of the local folder of a
+    bucket, only what the bucket has is deleted. Exit code 1 if more than the size is left.
     """
     from torchcache2.cli import report
     from torchcache2.core.sizes import parse_size
+    from torchcache2.files.directory import MIRROR
     from torchcache2.files.removal import make_room, remove_leftovers, used_bytes
 
     budget = parse_size("--max-size", max_size)
@@ -224,11 +225,13 @@ def _prune(
     before = cache.scan()
     names = {one.namespace: report.name(cache, one.namespace) for one in before}
     remove_leftovers(cache)
-    enough = make_room(cache, 0, budget, lru=False)
+    mirrored = any(one.heads for one in before) or cache.fs.exists(os.path.join(cache.path, MIRROR))
+    enough = make_room(cache, 0, budget, lru=False, mirrored=mirrored)
     after = cache.scan()
     _print_deleted(report.gone(before, after), names, form)
     if not enough:
-        tell(f"torchcache2: {size(used_bytes(after))} are left, in use by running processes")
+        why = "not in the bucket yet" if mirrored else "in use by running processes"
+        tell(f"torchcache2: {size(used_bytes(after))} are left, {why}")
         raise typer.Exit(1)
 
 

@@ -12,7 +12,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, TypeVar, overload
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, overload
 
 import torch
 
@@ -198,6 +198,28 @@ class computed_once(Generic[T]):  # noqa: N801
             return self
         value = vars(owner)[self._name] = self._compute(owner)
         return value
+
+
+class Forked:
+    """Calls methods in each forked child, while their objects live: one hook, as Python removes none."""
+
+    _methods: ClassVar[set[weakref.WeakMethod[Any]]] = set()
+
+    @classmethod
+    def add(cls, method: Callable[[], object]) -> None:
+        """Call a method in the children that are forked from now on."""
+        cls._methods.add(weakref.WeakMethod(method, cls._methods.discard))
+
+    @classmethod
+    def call(cls) -> None:
+        """Call all of them."""
+        for method in [reference() for reference in list(cls._methods)]:
+            if method is not None:
+                method()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=Forked.call)
 
 
 class ForkedRows:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from decimal import Decimal
 
 import torch
@@ -20,6 +22,10 @@ for _power, _letter in enumerate("KMGT", start=1):
     _UNITS[_letter + "IB"] = 1024**_power
 _MOST = 2**63 - 1  # bytes: the limit of system calls
 _UNASKED = 256 << 20  # bytes allocated without checking what is free
+# Control groups of Linux: their folder, the files of limits and use, and a prefix in ``memory.stat``.
+_VERSION_1 = "sys/fs/cgroup/memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_"
+_VERSION_2 = "sys/fs/cgroup", ("memory.max", "memory.high"), "memory.current", ""
+_LINE = re.compile(r"^(.*?)[^\w\n]*(\d+)", re.MULTILINE)
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*")
 
 
@@ -54,37 +60,61 @@ def parse_size(option: str, size: Size, *, free: int | None = None) -> int:
     )
 
 
-def free_memory(device: torch.device) -> int | None:
-    """Bytes free on a device for this process; None if unknown."""
+def free_memory(device: torch.device, root: str = "/") -> int | None:
+    """Bytes free on a device for this process; None if unknown. ``proc`` and ``sys`` are in `root`."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    free = []
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            fields = dict(line.split(":", 1) for line in file)
-        free.append(int(fields["MemAvailable"].split()[0]) * 1024)
-        # A container may have less than the machine.
-        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
-            limit = file.read().strip()
-        if limit != "max":
-            with open("/sys/fs/cgroup/memory.current", encoding="ascii") as file:
-                used = int(file.read())
-            with open("/sys/fs/cgroup/memory.stat", encoding="ascii") as file:
-                counts = {name: int(count) for name, count in map(str.split, file)}
-            # The system counts file pages as used, but frees them when a process needs memory.
-            used -= counts["active_file"] + counts["inactive_file"]
-            free.append(max(0, int(limit) - used))
-    except (OSError, KeyError, ValueError):
-        pass
-    return min(free) if free else None
+    free = [max(0, limit - used) for limit, used in _limits(root)]
+    return min(free, default=None)
 
 
 def host_memory() -> int:
-    """Bytes of memory of this machine; a very large number if unknown."""
+    """Bytes of memory that this process may have at most; a very large number if unknown."""
+    limits = [limit for limit, _ in _limits("/")]
+    with contextlib.suppress(AttributeError, ValueError, OSError):
+        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return max(1, min(limits, default=1 << 44))
+
+
+def _limits(root: str) -> Iterator[tuple[int, int]]:
+    """The limits of this process's memory, in bytes, and how much of each is used.
+
+    Those of the machine, of its address space, and of its groups ("cgroups"): containers and schedulers of
+    clusters limit a group, or any of those that contain it.
+    """
+    machine = _numbers(root, "proc/meminfo")
+    if "MemAvailable" in machine:
+        yield machine["MemTotal"] << 10, machine["MemTotal"] - machine["MemAvailable"] << 10
+    space = _numbers(root, "proc/self/limits").get("Max address space")
+    if space is not None:
+        yield space, _numbers(root, "proc/self/status").get("VmSize", 0) << 10
+    for line in _text(root, "proc/self/cgroup").splitlines():
+        _, kinds, path = line.split(":", 2)
+        if not kinds or "memory" in kinds.split(","):
+            folder, limits, used, prefix = _VERSION_1 if kinds else _VERSION_2
+            top, names = os.path.join(root, folder), path.strip("/").split("/")
+            while names and not os.path.isdir(os.path.join(top, *names)):
+                del names[0]  # a container may see only its own part of the tree
+            for group in {os.path.join(top, *names[:count]) for count in range(len(names) + 1)}:
+                for limit in filter(None, (_numbers(group, name).get("") for name in limits)):
+                    counts = _numbers(group, "memory.stat")
+                    # The system counts file pages as used, but frees them when a process needs memory.
+                    files = sum(counts.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
+                    yield limit, _numbers(group, used).get("", 0) - files
+
+
+def _numbers(*path: str) -> dict[str, int]:
+    """The number in each line of a file of the system, by the words before it."""
+    return {name: int(number) for name, number in _LINE.findall(_text(*path))}
+
+
+def _text(*path: str) -> str:
+    """The text of a file of the system; empty if there is none."""
     try:
-        return max(1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    except (AttributeError, ValueError, OSError):
-        return 1 << 44
+        with open(os.path.join(*path), encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
 
 
 def check_room(size: int) -> None:

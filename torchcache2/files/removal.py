@@ -216,9 +216,11 @@ def used_bytes(contents: list[Contents]) -> int:
     return sum(one.nbytes for one in contents)
 
 
-def make_room(directory: CacheDirectory, needed: int, budget: int, *, lru: bool) -> bool:
+def make_room(
+    directory: CacheDirectory, needed: int, budget: int, *, lru: bool, mirrored: bool = False
+) -> bool:
     """Delete segments until `needed` more bytes fit into the budget; returns whether they do."""
-    return room_after(directory, needed, budget, lru=lru) >= 0
+    return room_after(directory, needed, budget, lru=lru, mirrored=mirrored) >= 0
 
 
 def room_after(

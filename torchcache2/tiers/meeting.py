@@ -15,10 +15,9 @@ import shutil
 import stat
 import tempfile
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 
-from torchcache2.core.process import AtExit, ray_job
+from torchcache2.core.process import AtExit, Forked, ray_job
 from torchcache2.files.filesystem import Descriptor, FileSystem
 from torchcache2.identity.encoding import digest
 from torchcache2.identity.marks import __version__
@@ -106,14 +105,7 @@ class NodeLock:
         self.patience = patience
         self.progress: Callable[[], int] = int
         self.file, self._pid, self._fs = file, os.getpid(), FileSystem()
-        own = weakref.ref(self)
-
-        def reopen() -> None:
-            lock = own()
-            if lock is not None:
-                lock._reopen()
-
-        os.register_at_fork(after_in_child=reopen)
+        Forked.add(self._reopen)
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:

@@ -274,6 +274,41 @@ def test_what_a_disk_that_is_full_for_a_while_refuses_is_written_at_close(path, 
         assert told[1] == f"rows that could not be written to {path}: {len(waiting)}"
 
 
+class Misread(Unsynced):
+    """One bit of some reads of segments and runs is flipped on its way."""
+
+    def __init__(self, reads):
+        super().__init__()
+        self.reads, self.count = reads, 0
+
+    def read(self, file, buffers, offset):
+        done = super().read(file, buffers, offset)
+        if self.count in self.reads:
+            buffers[-1][len(buffers[-1]) // 2] ^= 4
+        self.count += offset > 0 or done > 200  # not of the folder's tag
+        return done
+
+
+@with_runs
+@pytest.mark.parametrize("codec", ["none", "brotli"])
+def test_a_bit_that_flips_on_its_way_costs_nothing(path, log, codec, runs):
+    for names in (OLD, NEW, LATE):
+        fill(path, names, codec=codec)
+    names, before = [*OLD, *NEW, *LATE], snapshot(path)
+    count, first = 1, 0
+    while first < count:
+        fs = Misread({first})
+        tier = handle(path, fs=fs)
+        assert found(tier, names, WIDTH) == sorted(names) and tier.stats().corrupt == 0
+        tier.close()
+        count, first = fs.count, first + 1
+    assert count >= 4 and not warnings_of(log)
+    assert snapshot(path) == before
+    tier = handle(path, fs=Misread(range(count - 1, 99)))  # damaged whenever it is read
+    found(tier, names, WIDTH)
+    assert tier.stats().corrupt and len(warnings_of(log)) == 1
+
+
 def test_rows_are_found_again_when_a_read_has_failed(path, log):
     fill(path)
     fs = Faulty(errno.EIO, 10**9)

@@ -1,5 +1,6 @@
 """What processes see of each other's rows, and the memory that these take."""
 
+import gc
 import os
 import stat
 import sys
@@ -26,6 +27,7 @@ from tests.helpers.storage import (
     wait_until,
     warnings_of,
 )
+from torchcache2.core.process import Forked
 from torchcache2.core.rows import Rows
 from torchcache2.core.settings import CacheSettings
 from torchcache2.tiers.index import KeyTable
@@ -33,6 +35,7 @@ from torchcache2.tiers.make import job_of, make_tiers
 from torchcache2.tiers.meeting import job_name, machine
 from torchcache2.tiers.memory.tier import MemoryTier
 from torchcache2.tiers.shared import region as region_module
+from torchcache2.tiers.shared.board import Board
 from torchcache2.tiers.shared.region import Region, SharingError
 from torchcache2.tiers.shared.tier import SharedTier
 
@@ -151,6 +154,36 @@ def test_memory_goes_when_the_last_one_lets_go(join):
     assert second.stats().bytes == size and found(second, range(100), 1000) == list(range(100))
     second.close()
     assert first.stats().bytes == 0 and first.stats().rows == 0
+
+
+def test_a_drop_hides_no_namespace_that_takes_the_place_meanwhile(join, monkeypatch):
+    """It takes no lock: the file that it has found may be freed before it is marked."""
+    first, second = join(), join()
+    put(first, [1])
+    board, file_of = second._job.board, Board.file_of
+
+    def found_before(self, namespace):
+        file = file_of(self, namespace)
+        if self is board and namespace == NAMESPACES[0]:
+            first.let_go(namespace)
+            assert put(first, [2], namespace=NAMESPACES[1]) == 1 and file_of(self, NAMESPACES[1]) == file
+        return file
+
+    monkeypatch.setattr(Board, "file_of", found_before)
+    second.drop(NAMESPACES[0])
+    assert found(first, [1]) == [] and found(first, [2], namespace=NAMESPACES[1]) == [2]
+
+
+def test_closed_tiers_leave_no_hook_of_forks(tmp_path, monkeypatch):
+    """Python removes none."""
+    hooks = []
+    monkeypatch.setattr(os, "register_at_fork", lambda **hook: hooks.append(hook))
+    gc.collect()
+    before = len(Forked._methods)
+    for _ in range(3):
+        SharedTier(os.urandom(16), 10**6, folder=str(tmp_path)).close()
+    gc.collect()
+    assert hooks == [] and len(Forked._methods) <= before
 
 
 def test_dropped_rows_are_counted_until_all_have_let_go(join):
@@ -326,7 +359,10 @@ def test_ranks_share_the_memory_of_a_job(tmp_path, monkeypatch):
     second.close()
 
 
-def test_a_file_with_the_inode_of_ours_is_not_taken_for_it(tmp_path):
+@pytest.mark.parametrize("is_named", [False, True], ids=["any", "of our name"])
+def test_a_file_with_the_inode_of_ours_is_not_taken_for_it(tmp_path, monkeypatch, is_named):
+    if is_named:
+        monkeypatch.setattr(os, "readlink", lambda path: "/memfd:torchcache2 (deleted)")
     region = Region.create(4096)
     with (tmp_path / "other").open("w+b") as file:
         file.truncate(4096)

@@ -11,12 +11,11 @@ import contextlib
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Collection
 
 from torch.utils.data import get_worker_info
 
-from torchcache2.core.process import AtExit, ProcessLock, before_pools_end
+from torchcache2.core.process import AtExit, Forked, ProcessLock, before_pools_end
 from torchcache2.files.directory import FINGERPRINT, MIRROR, PACK, CacheDirectory, Contents
 from torchcache2.files.filesystem import Descriptor
 from torchcache2.tiers.bucket.connection import LOOP_THREAD
@@ -32,16 +31,7 @@ class MirrorLock:
         self._path = os.path.join(directory.path, MIRROR)
         self._file: Descriptor | None = None
         self._holds = False
-        own = weakref.ref(self)
-
-        def let_go() -> None:
-            """Close the file in a forked child, which would keep the lock of a parent that is killed."""
-            lock = own()
-            if lock is not None:
-                lock._close()
-
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=let_go)
+        Forked.add(self._close)  # a child would keep the lock of a parent that is killed
 
     def take(self) -> bool | None:
         """Whether this process mirrors from now on; None if the lock file cannot be used."""

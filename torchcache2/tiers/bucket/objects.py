@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import os
 import random
 import time
@@ -15,7 +14,7 @@ from typing import Any, TypeVar
 from torchcache2.core.errors import AwayError, DamagedError, NewerFormatError, OptionError
 from torchcache2.core.logs import ToldOnce
 from torchcache2.core.places import Bucket
-from torchcache2.core.process import ProcessLock
+from torchcache2.core.process import Forked, ProcessLock
 from torchcache2.files.directory import TAG, check_format, stated_format
 from torchcache2.files.filesystem import FileInfo
 from torchcache2.files.layout import head_size
@@ -82,8 +81,13 @@ class Objects:
         self._held: list[Connection] = []  # this process's connection, once made
         self.is_closed = False
         weakref.finalize(self, _close, self._held)
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=functools.partial(_forked, weakref.ref(self)))
+        Forked.add(self._abandon)
+
+    def _abandon(self) -> None:
+        """Abandon the parent's connections in a forked child."""
+        for connection in self._held:
+            connection.abandon()
+        self._held.clear()
 
     def __repr__(self) -> str:
         return f"Objects({self.bucket.url!r})"
@@ -348,12 +352,3 @@ def _close(held: list[Connection]) -> None:
     with contextlib.suppress(IndexError):  # another thread was faster
         while held:
             held.pop().close()
-
-
-def _forked(reference: weakref.ref[Objects]) -> None:
-    """Abandon the parent's connections in a forked child."""
-    objects = reference()
-    if objects is not None:
-        for connection in objects._held:
-            connection.abandon()
-        objects._held.clear()

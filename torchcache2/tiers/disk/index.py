@@ -314,7 +314,7 @@ class NamespaceIndex:
         if waiting:
             self.table.add(waiting)
 
-    def _opened(self, name: str, entry: Array | None = None) -> Segment | None:
+    def _opened(self, name: str, entry: Array | None = None, *, is_second: bool = False) -> Segment | None:
         """Open a segment; with the `entry` of a run, without reading the segment's own index."""
         fs, path = self._directory.fs, os.path.join(self._path, name)
         try:
@@ -331,8 +331,8 @@ class NamespaceIndex:
                 self._changed = -1
                 self.look_again()
                 return None
-            if fs.doubt(path):
-                return self._opened(name)
+            if not is_second or fs.doubt(path):  # first read it once more; then fetch it again
+                return self._opened(name, is_second=True)
             self.unopened[name] = error.with_traceback(None)  # its frames would keep the file open
             self.names.add(name)
             self._on_fault(error, path)

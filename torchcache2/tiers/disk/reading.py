@@ -60,16 +60,25 @@ class Reader:
         positions: Positions,
         parts: Parts,
     ) -> Parts:
-        """Respond to errors of segments; returns the parts, with good rows of damaged segments added."""
+        """Respond to errors of segments; returns the parts, with good rows of damaged segments added.
+
+        What is damaged is first read once more: a bit may have flipped on its way, and the file be good.
+        """
         gone, damaged = [], []
-        for number, error in failed.items():
-            segment = segments[number]
+        for number, first in failed.items():
+            segment, error, which = segments[number], first, np.flatnonzero(where.numbers == number)
+            if isinstance(error, DamagedError) and isinstance(segment, Segment):
+                self._index.descriptors.forget(segment.path)
+                some, again = read_rows({number: segment}, where.at(which), positions[which])
+                parts = merged([*parts, *some])
+                if not again:
+                    continue
+                error = again[number]
             if isinstance(error, AwayError):
                 continue
             if not isinstance(segment, Segment):  # unsealed rows have no file to set aside
                 self._health.fault(OSError(str(error)), self._index.directory.path)
             elif isinstance(error, DamagedError) and self._stays(segment):
-                which = np.flatnonzero(where.numbers == number)
                 some, bad = self._read_again(segment, number, where.at(which), positions[which])
                 parts = merged([*parts, *some])
                 if bad:

@@ -8,7 +8,7 @@ head the last writer wins.
 ==================  =====================================================================================
 head                magic, the job's name, its lock, and the words of `Board`
 members             the processes: pid, start time
-files               one for each namespace: state, inode, bytes, rows, whether unclaimed, the namespace
+files               of each namespace: inode, dropped inode, bytes, rows, whether unclaimed, the namespace
 holders             which process has which file open: file + 1, member, descriptor
 tickets             the numbers under which claims are held; see `Tickets`
 ==================  =====================================================================================
@@ -139,8 +139,7 @@ _SHAPES = [(_MEMBERS, 2), (_FILES, 7), (_HOLDERS, 3), (Tickets.MOST, Tickets.COL
 _SIZE = PAGE + sum(pages(8 * rows * columns) for rows, columns in _SHAPES)
 _NAME, _LOCK, _LONGEST = 1, 3, 5  # words of the head, beside those of `Board`
 _PID, _START = range(2)
-_STATE, _INODE, _BYTES, _ROWS, _UNCLAIMED, _NAMESPACE = range(6)  # of a file; its namespace is two words
-_LIVE, _DEAD = 1, 2  # states
+_INODE, _DROPPED, _BYTES, _ROWS, _UNCLAIMED, _NAMESPACE = range(6)  # of a file; its namespace is two words
 _FILE, _MEMBER, _DESCRIPTOR = range(3)
 _SMALL, _SUFFICIENT = 30_000, 200_000  # bytes: a budget from the first on has the room of the second
 
@@ -212,13 +211,13 @@ class Board:
     @property
     def nbytes(self) -> int:
         """Bytes of all files."""
-        size = int(self._files[self._files[:, _STATE] != 0, _BYTES].sum())
+        size = int(self._files[self._files[:, _INODE] != 0, _BYTES].sum())
         return max(0, size - max(0, self.uncounted - _SIZE))
 
     @property
     def rows(self) -> int:
         """Rows in all files."""
-        return int(self._files[self._files[:, _STATE] == _LIVE, _ROWS].sum())
+        return int(self._files[self._live, _ROWS].sum())
 
     def rows_of(self, file: int) -> int:
         """Rows in a file."""
@@ -283,33 +282,40 @@ class Board:
         for member in np.flatnonzero(self._members[:, _PID]).tolist():
             if not self._is_alive(member):
                 self.leave(member)
-        for file in np.flatnonzero(self._files[:, _STATE]).tolist():
+        for file in np.flatnonzero(self._files[:, _INODE]).tolist():
             self._free_if_unheld(file)
 
     # Files
 
+    @property
+    def _live(self) -> Flags:
+        """Which files are there, and not dropped."""
+        inodes = self._files[:, _INODE]
+        live: Flags = (inodes != 0) & (inodes != self._files[:, _DROPPED])
+        return live
+
     def file_of(self, namespace: bytes) -> int | None:
         """The number of a namespace's file; None if it has none."""
         same = self._files[:, _NAMESPACE : _NAMESPACE + 2] == np.frombuffer(namespace, np.int64)
-        found = np.flatnonzero((self._files[:, _STATE] == _LIVE) & same.all(axis=1))
+        found = np.flatnonzero(self._live & same.all(axis=1))
         return int(found[0]) if len(found) else None
 
     def is_live(self, file: int, inode: int) -> bool:
         """Whether no process has dropped a file."""
         files = self._files
-        return bool(files.item(file, _STATE) == _LIVE and files.item(file, _INODE) == inode)
+        return bool(files.item(file, _INODE) == inode != files.item(file, _DROPPED))
 
     def add_file(self, namespace: bytes, region: Region, member: int, size: int) -> int | None:
         """List a new file of `size` bytes; returns its number, or None if there are too many."""
-        free = np.flatnonzero(self._files[:, _STATE] == 0)
+        free = np.flatnonzero(self._files[:, _INODE] == 0)
         if len(free) == 0:
             return None
         file = int(free[0])
         words = np.frombuffer(namespace, np.int64).tolist()
-        self._files[file, 1:] = [region.inode, size, 0, 0, *words]
+        self._files[file, 1:] = [0, size, 0, 0, *words]
         if not self.hold(file, region, member):
             return None
-        self._files[file, _STATE] = _LIVE
+        self._files[file, _INODE] = region.inode
         self.changes += 1
         return file
 
@@ -341,17 +347,19 @@ class Board:
     def drop(self, namespace: bytes) -> None:
         """Hide a namespace's rows from all processes; its memory is freed once all have closed it.
 
-        This needs no lock: dropping rows must work even if the lock is stuck.
+        This needs no lock: dropping rows must work even if the lock is stuck. Should another file take the
+        place meanwhile, it has another inode, and stays.
         """
+        inodes = self._files[:, _INODE].copy()
         file = self.file_of(namespace)
         if file is not None:
-            self._files[file, _STATE] = _DEAD
+            self._files[file, _DROPPED] = inodes[file]
 
     def _free_if_unheld(self, file: int) -> None:
         members = self._holders[self._holders[:, _FILE] == file + 1, _MEMBER]
-        if self._files[file, _STATE] != 0 and not any(map(self._is_alive, members.tolist())):
+        if self._files[file, _INODE] != 0 and not any(map(self._is_alive, members.tolist())):
             self._holders[self._holders[:, _FILE] == file + 1, _FILE] = 0
-            self._files[file, _STATE] = 0
+            self._files[file, _INODE] = 0
             self.is_full = 0
 
 

@@ -22,16 +22,18 @@ from collections.abc import Callable, Collection
 import numpy as np
 
 from torchcache2.core.keys import Array
-from torchcache2.files.filesystem import Descriptor, FileSystem
+from torchcache2.core.sizes import size_text
+from torchcache2.files.filesystem import Descriptor, FileSystem, most_open
 from torchcache2.tiers.meeting import LockTimeoutError, locked, machine, own_folder, remove_leftovers
 from torchcache2.tiers.shared.board import Board
+from torchcache2.tiers.shared.chunks import Space
 from torchcache2.tiers.shared.region import Region, SharingError, is_alive
 from torchcache2.tiers.shared.table import SharedTable
 
 _FOLDER = "torchcache2_ranks_{}"  # in the folder for temporary files
 _AT_EXIT = 1.0  # seconds to wait for the lock when the process ends
 _BETWEEN_LOOKS = 1.0  # seconds between requests for room while memory is full
-_MOST_OPEN = 64  # each takes two descriptors, of which a process often has 1024
+_MOST_OPEN = 64  # each takes two descriptors
 _MOST_ABSENT = 1000  # namespaces known to have no file
 
 
@@ -60,6 +62,10 @@ class Job:
     def __init__(self, name: bytes, budget: int, folder: str | None = None) -> None:
         if not hasattr(os, "memfd_create") or not os.path.exists("/proc/self/fd"):
             raise SharingError("memory can be shared on Linux only, where /proc is mounted")
+        try:
+            Region.create(Space.size(budget))  # as each namespace takes
+        except OSError as error:
+            raise SharingError(f"this process may not map {size_text(Space.size(budget))}: {error}") from None
         self._name, self._budget = name, budget
         path = os.path.join(tempfile.gettempdir(), _FOLDER.format(os.getuid()))
         self._folder = path if folder is None else folder
@@ -188,7 +194,7 @@ class Tables:
         if table is not None and table.is_live:
             return table
         self.let_go(namespace)
-        if len(self.open) >= _MOST_OPEN:
+        if len(self.open) >= min(_MOST_OPEN, most_open()):
             self.let_unused_go(namespace)
         board = self._job.board
         if not create and self._absent.get(namespace) == board.changes:

@@ -103,15 +103,19 @@ class Region:
         """The file at a `Place`; None if the process has ended, or the descriptor is closed or reused."""
         path = f"/proc/{pid}/fd/{descriptor}"
         try:
-            # Opening an unknown file may block, or worse.
-            is_ours = os.readlink(path).startswith(f"/memfd:{_NAME} ")  # inodes repeat on other devices
+            # Opening an unknown file may block, or worse. A file on disk may have such a name and inode, too.
+            is_ours = os.readlink(path).startswith(f"/memfd:{_NAME} ")
             if not is_ours or not is_alive(pid, start) or os.stat(path).st_ino != inode:
                 return None
+            new = cls.create(PAGE)  # all of them are on one device
             mine = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         except OSError:
             return None
-        region = cls(mine)
-        return region if region.inode == inode else None
+        status = os.fstat(mine)
+        if (status.st_dev, status.st_ino) != (os.fstat(new.descriptor).st_dev, inode):
+            os.close(mine)
+            return None
+        return cls(mine)
 
     def array(self, dtype: str, offset: int, count: int) -> Array:
         """`count` numbers from a byte on; writing to them writes to the file."""
