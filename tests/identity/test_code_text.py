@@ -155,7 +155,8 @@ def test_a_method_of_a_class_that_exec_has_made_counts(kind, scope, log):
     def model(factor):
         own = dict(scope)
         exec(f"{MADE[kind]}    def scale(self, x):\n        return x * self.a * {factor}\n", own)
-        return torchcache(lambda x: own["C"]().scale(x))
+        made = own["C"]
+        return torchcache(lambda x: made().scale(x))
 
     two, again, three = (model(factor) for factor in (2, 2, 3))
     assert torch.equal(two(X), X * 2) and torch.equal(three(X), X * 3)
