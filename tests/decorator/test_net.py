@@ -147,9 +147,10 @@ def test_lists_whose_entries_differ_in_length_are_another_kind(clock, make):
 def test_single_items_are_another_kind_and_computed_twice(clock):
     function, x = counted(), torch.randn(20, 4)
     assert checks_in(clock, [lambda: function(x[:1])] * 9) == [1, 2, 3, 5, 9]
-    function(x[1:2]), function(x[2:3])
+    for start in (1, 2, 3):
+        function(x[start : start + 1])
     del clock.sizes[:]
-    function(x[3:9])
+    function(x[4:10])
     assert clock.sizes == [6, 1, 1]
     generator = random.SystemRandom()
 
@@ -183,6 +184,20 @@ def test_checks_take_two_percent_of_what_found_items_would_have_taken(clock, siz
     stats = function.cache_instance.stats()
     assert stats.seconds_checking - first == pytest.approx(0.01 * sum(clock.sizes))
     assert 0 < first <= 0.01 * size * 1.5
+
+
+def test_parts_of_a_forward_that_takes_as_long_for_one_item_as_for_many_have_their_price(clock):
+    def forward(x):
+        SIZES.info((1, 1.0))
+        return x * 2
+
+    function = torchcache(forward)
+    function(torch.randn(18, 3))
+    first = function.cache_instance.stats().seconds_checking
+    for number in range(1, 600):
+        function(torch.randn(18, 3))
+        assert function.cache_instance.stats().seconds_checking - first <= 0.02 * (number + 1)
+    assert function.cache_instance.stats().seconds_checking - first >= 6
 
 
 def test_flips_before_a_forward_leave_a_gain(clock):
@@ -545,6 +560,28 @@ def test_what_changes_is_noticed_by_workers_that_live_for_an_epoch(tmp_path):
     words = warm.run(WORKERS, str(tmp_path / "scale"), "90").out.partition("epochs\n")[2].split()
     assert "wrong" in words and "wrong" not in words[-8:]
     assert words.count("wrong") < 300
+
+
+MIXING = """
+import os, torch
+from torchcache2 import torchcache
+
+@torchcache
+def centred(x):
+    os.write(1, f"{len(x)}\\n".encode())
+    return x - x.mean(0)
+
+for seed in range(2):
+    if (child := os.fork()) == 0:
+        x = torch.rand(6, 4, generator=torch.Generator().manual_seed(seed))
+        assert torch.equal(centred(x), x - x.mean(0))
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_forked_workers_share_a_verdict():
+    assert warm.run(MIXING).out.split() == [*"6111", "6"]
 
 
 RANKS = """

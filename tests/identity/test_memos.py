@@ -198,7 +198,8 @@ def test_a_model_that_lru_cache_keeps_counts_like_a_global(number, is_filled):
 def test_a_model_that_lru_cache_keeps_counts_in_the_next_run(load, tmp_path):
     text = (
         "import functools, torch\nfrom torchcache2 import torchcache\n@functools.cache\ndef model():\n"
-        "    one = torch.nn.Linear(2, 2, bias=False)\n    one.load_state_dict(torch.load(PATH, weights_only=True))\n"
+        "    one = torch.nn.Linear(2, 2, bias=False)\n"
+        "    one.load_state_dict(torch.load(PATH, weights_only=True))\n"
         "    return one\n@torchcache(persistent_cache_dir=FOLDER)\ndef features(x):\n    return model()(x)\n"
     )
     found = []
