@@ -87,7 +87,7 @@ def _refused(old, new):
     raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), new)
 
 
-HERE = Machine()
+HERE = Machine(3.0)
 
 
 class Nfs(FileSystem):

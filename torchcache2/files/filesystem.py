@@ -168,8 +168,6 @@ _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 _TOO_MANY_OPEN = (errno.EMFILE, errno.ENFILE)
 # Non-blocking: opening a pipe without a writer, or a terminal, could wait forever.
 _OPENING = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
-# EBADF: on NFS and SMB, locks are of byte ranges, and exclusive ones need a file opened for writing.
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
 T = TypeVar("T")
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -326,14 +324,16 @@ class FileSystem:
         """Lock an open file until it is closed, or the process ends, however it does.
 
         For an exclusive lock, open it by `open_to_lock`. False if another process has locked it; None if the
-        file system has no locks, or none for a file that we may not write.
+        file system has no locks. `PermissionError` if NFS or SMB has none for a file opened for reading.
         """
         try:
             fcntl.flock(file.number, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):  # the second on SMB
             return False
         except OSError as error:
-            if error.errno not in _NO_LOCKS:
+            if error.errno == errno.EBADF and exclusive:
+                raise PermissionError(errno.EACCES, "it may not be written, so NFS does not lock it") from None
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
                 raise
             return None
         return True
