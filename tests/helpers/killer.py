@@ -1,8 +1,8 @@
 """Writers of one directory that are killed at random points, again and again.
 
-Usage: ``python -m tests.helpers.killer DIRECTORY CYCLES SEED FILE_SYSTEM``, which is ``local`` or ``nfs``. The writers are forked from this
-process, which has imported torch. What is there after each cycle is checked: every row of every segment, and
-that nothing is missing that a flush had returned for.
+Usage: ``python -m tests.helpers.killer DIRECTORY CYCLES SEED FILES``, where ``FILES`` is ``local`` or ``nfs``.
+The writers are forked from this process, which has imported torch. What is there after each cycle is checked:
+every row of every segment, and that nothing is missing that a flush had returned for.
 """
 
 import itertools
@@ -143,7 +143,7 @@ def main(path, cycles, seed, fs):
             else:
                 merging._LEAST_ROWS, merging._MERGED = LARGE
         left += cycle(path, log, rng, evicts, fs)
-        HERE.seen.clear()  # on NFS, each process is a machine of its own, and sees others' files seconds later
+        HERE.seen.clear()  # on NFS, some seconds later: each process is a machine of its own
         must = set() if evicts else log.names()
         flushed += len(must)
         check(path, must, fs)

@@ -1,9 +1,9 @@
 """A file system that does what Linux does on NFSv4, beneath any other that a test makes fail.
 
-As `flock(2)` and the client in Linux say: a lock is one of byte ranges, so that an exclusive one needs a file
-that is open for writing; a failed try to make a shared lock exclusive keeps the shared one; a file that another
-machine has deleted is stale to those who have it open here; and attributes and listings are some seconds old,
-but for what this machine has changed itself. Unlike on NFS, there are no hard links either.
+As `flock(2)` says, a lock is one of byte ranges, so that an exclusive one needs a file that is open for
+writing. A file that another machine has deleted is stale to those who have it open here. Attributes and
+listings are some seconds old, but for what this machine has changed itself. Unlike on NFS, there are no hard
+links either.
 """
 
 import contextlib
@@ -28,7 +28,10 @@ class _Handle(Descriptor):
 
     @property
     def number(self):
-        if self.asks == fcntl.LOCK_EX and fcntl.fcntl(self._number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+        if (
+            self.asks == fcntl.LOCK_EX
+            and fcntl.fcntl(self._number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+        ):
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         status = os.fstat(self._number)
         if status.st_nlink == 0 and (status.st_dev, status.st_ino) not in self._machine.deleted:
@@ -42,7 +45,7 @@ class _Handle(Descriptor):
 
 
 class Machine:
-    """What one machine remembers: the files that it has deleted itself, and what it has seen for `age` seconds."""
+    """What one machine remembers: the files that it has deleted, and for `age` seconds what it has seen."""
 
     def __init__(self, age=0.0):
         self.age = age
@@ -68,7 +71,9 @@ class Machine:
     def changes(self, *paths):
         """Forget what was seen of some paths, and of the folders that they are in."""
         with self.lock:
-            gone = {os.path.abspath(path) for path in paths} | {os.path.dirname(os.path.abspath(path)) for path in paths}
+            gone = {os.path.abspath(path) for path in paths} | {
+                os.path.dirname(os.path.abspath(path)) for path in paths
+            }
             self.seen = {key: seen for key, seen in self.seen.items() if os.path.abspath(key[1]) not in gone}
 
     def deletes(self, path):

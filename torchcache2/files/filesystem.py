@@ -194,7 +194,7 @@ def is_read_only(error: OSError) -> bool:
 
 
 def _gone(method: Method) -> Method:
-    """Have a method raise `FileNotFoundError` for an open file that another machine has deleted, as on NFS."""
+    """Have a method raise `FileNotFoundError` for a file that another machine has deleted from NFS."""
 
     @functools.wraps(method)
     def call(*args: Any, **options: Any) -> Any:
@@ -332,7 +332,9 @@ class FileSystem:
             return False
         except OSError as error:
             if error.errno == errno.EBADF and exclusive:
-                raise PermissionError(errno.EACCES, "it may not be written, so NFS does not lock it") from None
+                raise PermissionError(
+                    errno.EACCES, "it may not be written, so NFS does not lock it"
+                ) from None
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
                 raise
             return None

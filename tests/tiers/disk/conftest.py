@@ -1,4 +1,4 @@
-"""Every test of the disk tier runs on the system's own files and, as a slow one, on what NFS does with them."""
+"""Every test of the disk tier runs on the system's own files and, as a slow one, on an emulated NFS."""
 
 import pytest
 
