@@ -23,15 +23,15 @@ def nfs(age=0.0):
 
 def test_what_locks_exclusively_works_on_nfs(path, monkeypatch):
     """Room is made, namespaces are removed, runs are written, and living writers are left alone."""
-    monkeypatch.setattr(merging, "_LEAST_ROWS", 20)
+    monkeypatch.setattr(merging, "_LEAST_ROWS", 10)
     fill(path, 3)
     temporary = str(path / NAMESPACES[0].hex() / f"{ulid()}.safetensors.tmp")
     writer, other = nfs(), nfs()
     file = writer.create(temporary)
     assert writer.lock(file, exclusive=True)
-    tier = DiskTier(path, 120_000, codec="none", delay=NEVER, fs=other)
-    for first in range(0, 40, 20):
-        seal(tier, range(first, first + 20), 1000, NAMESPACES[1])
+    tier = DiskTier(path, 150_000, codec="none", delay=NEVER, fs=other)
+    for first in range(0, 20, 10):
+        seal(tier, range(first, first + 10), 1000, NAMESPACES[1])
     assert tier.stats().faults == 0 and os.path.exists(temporary)
     assert len(segments(path, NAMESPACES[0])) < 3 and list(path.glob("*/*.run"))
     directory = CacheDirectory(str(path), nfs())

@@ -1,6 +1,6 @@
 """Writers of one directory that are killed at random points, again and again.
 
-Usage: ``python -m tests.helpers.killer DIRECTORY CYCLES SEED FILES``, where ``FILES`` is ``local`` or ``nfs``.
+Usage: ``python -m tests.helpers.killer DIRECTORY CYCLES SEED FILES``; ``FILES`` is ``local`` or ``nfs``.
 The writers are forked from this process, which has imported torch. What is there after each cycle is checked:
 every row of every segment, and that nothing is missing that a flush had returned for.
 """
