@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.nfs import Nfs
 from tests.helpers.storage import Unsynced, sealed_names
 from tests.tiers.contract import LaterContract, TierContract, fewer
 from torchcache2 import CacheSettings
@@ -68,13 +69,16 @@ KINDS = {
     "disk-brotli": lambda path, **options: DiskTier(path, ROOM, "lru", "brotli", **options),
     "disk-blosc2": lambda path, **options: DiskTier(path, ROOM, "keep", "blosc2", **options),
     "disk-singly": lambda path, **options: Singly(DiskTier(path, ROOM, "keep", "none", **options)),
+    "disk-nfs": lambda path, **options: DiskTier(path, ROOM, "keep", "none", **options | {"fs": Nfs()}),
     "shared": lambda path, **options: SharedTier(os.urandom(16), ROOM, folder=str(path.parent)),
     "stack": lambda path, **options: Stack(path),
 }
 
 
 class TestTiers(TierContract):
-    @pytest.fixture(params=KINDS)
+    @pytest.fixture(
+        params=[pytest.param(kind, marks=[pytest.mark.slow] * (kind == "disk-nfs")) for kind in KINDS]
+    )
     def make(self, request, tmp_path):
         tiers = []
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import secrets
 import stat
@@ -20,7 +21,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 from torchcache2.core.errors import DamagedError
 from torchcache2.core.process import ProcessLock
@@ -166,8 +167,9 @@ _MOST_BUFFERS = 1024  # per call: Linux's IOV_MAX
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 _TOO_MANY_OPEN = (errno.EMFILE, errno.ENFILE)
 # Non-blocking: opening a pipe without a writer, or a terminal, could wait forever.
-_READING = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+_OPENING = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 T = TypeVar("T")
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class StrangeFileError(OSError):
@@ -189,6 +191,21 @@ class FileInfo(NamedTuple):
 def is_read_only(error: OSError) -> bool:
     """Whether an error says that nothing can be written here."""
     return error.errno in _READ_ONLY
+
+
+def _gone(method: Method) -> Method:
+    """Have a method raise `FileNotFoundError` for a file that another machine has deleted from NFS."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **options: Any) -> Any:
+        try:
+            return method(*args, **options)
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            raise FileNotFoundError(*error.args) from None
+
+    return cast(Method, call)
 
 
 class FileSystem:
@@ -222,6 +239,13 @@ class FileSystem:
 
         `StrangeFileError` if it is a folder, a pipe, a device, or a link that leads to no file.
         """
+        return self._opened(path, os.O_RDONLY)
+
+    def edit(self, path: str) -> Descriptor:
+        """Open a regular file for reading and writing; see `open`."""
+        return self._opened(path, os.O_RDWR)
+
+    def _opened(self, path: str, mode: int) -> Descriptor:
         try:
             # Check first, as opening a device may have effects.
             is_regular = stat.S_ISREG(os.stat(path).st_mode)
@@ -234,7 +258,7 @@ class FileSystem:
                 raise StrangeFileError(path) from None
             raise
         if is_regular:
-            file = _opened(lambda: Descriptor(os.open(path, _READING)))
+            file = _opened(lambda: Descriptor(os.open(path, _OPENING | mode)))
             if stat.S_ISREG(os.fstat(file.number).st_mode):
                 return file
         raise StrangeFileError(path)
@@ -244,29 +268,34 @@ class FileSystem:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         return _opened(lambda: Descriptor(os.open(path, flags, 0o666)))
 
-    def edit(self, path: str) -> Descriptor:
-        """Open a file that exists for reading and writing."""
-        return _opened(lambda: Descriptor(os.open(path, os.O_RDWR | os.O_CLOEXEC)))
-
+    @_gone
     def size(self, file: Descriptor) -> int:
         """Bytes of an open file."""
         return os.fstat(file.number).st_size
 
     def links(self, file: Descriptor) -> int:
         """Names of an open file; 0 if it has been deleted."""
-        return os.fstat(file.number).st_nlink
+        try:
+            return os.fstat(file.number).st_nlink
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            return 0
 
     def same(self, file: Descriptor, path: str) -> bool:
         """Whether a path still names an open file."""
         try:
-            return os.path.samestat(os.fstat(file.number), os.stat(path))
+            # Without `links`, NFS might compare with what the path named some seconds ago.
+            return self.links(file) > 0 and os.path.samestat(os.fstat(file.number), os.stat(path))
         except FileNotFoundError:
             return False
 
+    @_gone
     def read(self, file: Descriptor, buffers: Sequence[Any], offset: int) -> int:
         """Read into writable buffers, one after another; may read less."""
         return os.preadv(file.number, buffers, offset)
 
+    @_gone
     def write(self, file: Descriptor, buffers: Sequence[Any], offset: int) -> int:
         """Write buffers, one after another; may write less."""
         return os.pwritev(file.number, buffers, offset)
@@ -276,29 +305,36 @@ class FileSystem:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.number, offset, size, os.POSIX_FADV_WILLNEED)
 
+    @_gone
     def sync(self, file: Descriptor) -> None:
         """Return once the file's bytes are on disk."""
         os.fsync(file.number)
 
     def sync_folder(self, path: str) -> None:
         """Return once the names in a folder are on disk."""
-        file = _opened(lambda: Descriptor(os.open(path, _READING | os.O_DIRECTORY)))
+        file = _opened(lambda: Descriptor(os.open(path, _OPENING | os.O_DIRECTORY)))
         try:
             os.fsync(file.number)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # the file system cannot sync folders
                 raise
 
+    @_gone
     def lock(self, file: Descriptor, *, exclusive: bool) -> bool | None:
         """Lock an open file until it is closed, or the process ends, however it does.
 
-        False if another process has locked it; None if the file system has no locks.
+        For an exclusive lock, open it by `open_to_lock`. False if another process has locked it; None if the
+        file system has no locks. `PermissionError` if NFS or SMB has none for a file opened for reading.
         """
         try:
             fcntl.flock(file.number, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except (BlockingIOError, PermissionError):  # the second on SMB
             return False
         except OSError as error:
+            if error.errno == errno.EBADF and exclusive:
+                raise PermissionError(
+                    errno.EACCES, "it may not be written, so NFS does not lock it"
+                ) from None
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
                 raise
             return None
@@ -317,11 +353,11 @@ class FileSystem:
         """Give a file one more name, which must be free."""
         try:
             os.link(old, new)
-        except FileExistsError:
+        except (FileExistsError, FileNotFoundError):
             raise
         except OSError:  # the file system has no hard links
-            if os.path.lexists(new):
-                raise FileExistsError(new) from None
+            # Renaming replaces this empty file of ours, and never a file that another process has just made.
+            self.create(new)
             os.rename(old, new)
 
     def remove(self, path: str) -> None:
@@ -410,6 +446,16 @@ class FileSystem:
                 done += more
             offset += size
         return offset
+
+
+def open_to_lock(fs: FileSystem, path: str) -> Descriptor:
+    """Open a file to lock it exclusively: for writing, as NFS and SMB require, if we may."""
+    try:
+        return fs.edit(path)
+    except OSError as error:
+        if not is_read_only(error):
+            raise
+        return fs.open(path)
 
 
 def _opened(make: Callable[[], T]) -> T:

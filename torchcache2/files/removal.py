@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from filelock import FileLock
 
 from torchcache2.files.directory import FINGERPRINT, CacheDirectory, Contents, is_left_over
-from torchcache2.files.filesystem import Descriptor, FileInfo, FileSystem, StrangeFileError
+from torchcache2.files.filesystem import Descriptor, FileInfo, FileSystem, StrangeFileError, open_to_lock
 from torchcache2.files.layout import HEAD
 
 _PATIENCE = 10.0  # seconds
@@ -51,7 +51,7 @@ def claimed(directory: CacheDirectory, namespace: str) -> Iterator[bool | None]:
     claim: bool | None = None
     try:
         with contextlib.suppress(FileNotFoundError, StrangeFileError):
-            file = fs.open(path)
+            file = open_to_lock(fs, path)
             claim = _lock_alone(fs, file) and fs.same(file, path)
         if claim is None and fs.is_file(path):
             claim = False  # another process has just begun to use it
@@ -68,7 +68,7 @@ def in_use(directory: CacheDirectory, namespace: str) -> bool | None:
         with claimed(directory, namespace) as claim:
             if claim is not False:
                 return False
-        return None if directory.fs.lock(directory.fs.open(path), exclusive=False) is None else True
+        return None if directory.fs.lock(open_to_lock(directory.fs, path), exclusive=True) is None else True
     except (FileNotFoundError, StrangeFileError):
         return False
     except OSError:
@@ -112,7 +112,7 @@ def remove_leftovers(directory: CacheDirectory, namespace: str | None = None) ->
     for folder, info in found:
         path = os.path.join(directory.path, folder, info.name)
         with contextlib.suppress(FileNotFoundError, StrangeFileError, PermissionError):
-            locked = directory.fs.lock(directory.fs.open(path), exclusive=True)
+            locked = directory.fs.lock(open_to_lock(directory.fs, path), exclusive=True)
             if locked or (locked is None and time.time() - info.mtime > _OLD):
                 directory.fs.remove(path)
 

@@ -25,7 +25,7 @@ from xxhash import xxh3_64_intdigest
 from torchcache2.core.errors import DamagedError, NewerFormatError, OptionError, UnreadableError
 from torchcache2.core.keys import Array, Positions, Words
 from torchcache2.files.directory import RUNS, CacheDirectory
-from torchcache2.files.filesystem import Descriptor, Descriptors, FileSystem, ulid, write_whole
+from torchcache2.files.filesystem import Descriptor, Descriptors, FileSystem, open_to_lock, ulid, write_whole
 from torchcache2.files.layout import RUN, SEGMENT, TEMPORARY
 from torchcache2.files.segment import Segment
 
@@ -336,7 +336,7 @@ def write_runs(
     path = os.path.join(directory.path, RUNS)
     with contextlib.suppress(FileExistsError):
         fs.create(path)
-    lock = fs.open(path)
+    lock = open_to_lock(fs, path)
     if fs.lock(lock, exclusive=True) is False:
         return False
     try:

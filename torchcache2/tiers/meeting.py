@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 
 from torchcache2.core.process import AtExit, Forked, ray_job
-from torchcache2.files.filesystem import Descriptor, FileSystem
+from torchcache2.files.filesystem import Descriptor, FileSystem, open_to_lock
 from torchcache2.identity.encoding import digest
 from torchcache2.identity.marks import __version__
 from torchcache2.tiers.shared.region import start_time
@@ -214,7 +214,7 @@ class Scratch:
     def _remove_if_dead(self, top: str) -> None:
         """Delete a folder of this user whose processes are dead."""
         if _is_scratch(self._fs, top):
-            alive = self._fs.open(os.path.join(top, _ALIVE))
+            alive = open_to_lock(self._fs, os.path.join(top, _ALIVE))
             # Meanwhile the job may have ended, and another have made the folder anew.
             if self._fs.lock(alive, exclusive=True) and self._fs.links(alive):
                 _delete(top)
@@ -234,7 +234,7 @@ def _of_job(fs: FileSystem, job: bytes) -> tuple[str, Descriptor]:
             try:
                 return top, fs.create(path)
             except FileExistsError:
-                return top, fs.open(path)
+                return top, open_to_lock(fs, path)
         time.sleep(_BETWEEN_TRIES)
 
 

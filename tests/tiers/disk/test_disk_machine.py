@@ -13,7 +13,14 @@ from pathlib import Path
 import hypothesis
 import hypothesis.strategies as st
 import pytest
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from safetensors import safe_open
 
 from tests.helpers.storage import (
@@ -271,11 +278,14 @@ class Directory(RuleBasedStateMachine):
             shutil.rmtree(self.folder)
 
 
-TestDirectory = Directory.TestCase
-TestDirectory.settings = hypothesis.settings(
+SETTINGS = hypothesis.settings(
     max_examples=3000 if SOAK else 15,
     stateful_step_count=60 if SOAK else 25,
     deadline=None,
     derandomize=not SOAK,  # `make soak` looks for what nobody has seen yet
     report_multiple_bugs=False,
 )
+
+
+def test_directory():
+    run_state_machine_as_test(Directory, settings=SETTINGS)

@@ -17,7 +17,7 @@ from torch.utils.data import get_worker_info
 
 from torchcache2.core.process import AtExit, Forked, ProcessLock, before_pools_end
 from torchcache2.files.directory import FINGERPRINT, MIRROR, PACK, CacheDirectory, Contents
-from torchcache2.files.filesystem import Descriptor
+from torchcache2.files.filesystem import Descriptor, open_to_lock
 from torchcache2.tiers.bucket.connection import LOOP_THREAD
 from torchcache2.tiers.bucket.objects import Objects
 from torchcache2.tiers.bucket.transfers import Downloads, Transfer, Uploads
@@ -42,7 +42,7 @@ class MirrorLock:
                 with contextlib.suppress(FileExistsError):
                     self._file = self._fs.create(self._path)
             if self._file is None:
-                self._file = self._fs.open(self._path)
+                self._file = open_to_lock(self._fs, self._path)
             if not self._holds:
                 # Without locks, every process mirrors: they write the same bytes.
                 self._holds = self._fs.lock(self._file, exclusive=True) is not False

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from torchcache2.core.errors import AwayError, DamagedError
 from torchcache2.files.directory import ASKED, HEAD_NAME, MAP, PART, SEGMENT_NAME, CacheDirectory
-from torchcache2.files.filesystem import Descriptor, FileInfo, FileSystem
+from torchcache2.files.filesystem import Descriptor, FileInfo, FileSystem, open_to_lock
 from torchcache2.files.layout import HEAD, SEGMENT, checked, read_head, read_size, stated
 from torchcache2.files.removal import used_bytes
 from torchcache2.tiers.bucket.objects import Objects
@@ -45,7 +45,7 @@ _STALE = 5.0  # seconds without a new block after which the fetching process cou
 _SCAN_EVERY, _FULL_FOR = 1.0, 60.0  # seconds
 _MOST_HEAD = 1 << 30
 _OF_FILES_HERE = (  # methods of the plain folder that need no change
-    *("create", "write", "sync", "sync_folder", "rename", "remove", "touch"),
+    *("create", "edit", "write", "sync", "sync_folder", "rename", "remove", "touch"),
     *("lock", "unlock", "same"),
 )
 
@@ -551,7 +551,7 @@ class BucketFolder(FileSystem):
         with contextlib.suppress(OSError):
             if abs(time.time_ns() - self._fs.changed(self._asked)) < _QUIET * 1e9:
                 return True
-            file = self._fs.open(self._asked)
+            file = open_to_lock(self._fs, self._asked)
             is_locked = self._fs.lock(file, exclusive=True) is False
             self._fs.unlock(file)
             return is_locked
