@@ -122,8 +122,7 @@ class CodeWalk(Encoder):
         self._whole: dict[int, types.ModuleType] = {}  # modules used as a whole
         self._reads_environment = False  # whether project code reads environment variables
         self._constants: set[str] = set()  # texts in globals
-        # What was written of modules and the environment.
-        self._done: set[Any] = set()
+        self._done: set[Any] = set()  # what was written of modules and the environment
         self._methods: dict[int, tuple[str, type]] = {}  # by id of a function of the class being read
         self._uses_of_methods: dict[int, Uses] = {}
         self._labels: dict[int, bytes] = {}  # of the classes, functions and modules seen
