@@ -194,8 +194,8 @@ class CacheDirectory:
             if error.errno not in _NO_PATH:
                 raise
             raise OptionError(f"{self.path!r} cannot be a cache directory: {error.strerror}") from None
-        # Before `format`, as the tag may appear meanwhile. A tag left empty by a power cut is replaced.
-        has_tag = self.fs.exists(os.path.join(self.path, TAG)) and not self._has_empty_tag(listing)
+        # Before `format`, as the tag may appear meanwhile. An empty one, of a power cut or kill, is replaced.
+        has_tag = self.fs.exists(os.path.join(self.path, TAG)) and not self._has_empty_tag()
         tag = self.format()
         if tag is None:
             strange = [info.name for info in listing if not is_ours(info)]
@@ -212,8 +212,7 @@ class CacheDirectory:
         """Make the folder, and the tag that marks it as a cache."""
         self._make_folder(self.path)
         if self.format() is None:
-            is_empty = self._has_empty_tag(self.fs.listing(self.path))
-            self._write(os.path.join(self.path, TAG), TAG_TEXT.encode(), replaces=is_empty)
+            self._write(os.path.join(self.path, TAG), TAG_TEXT.encode(), replaces=self._has_empty_tag())
             self.fs.sync_folder(self.path)
 
     def folder(self, namespace: bytes) -> str:
@@ -377,10 +376,12 @@ class CacheDirectory:
         except (FileNotFoundError, NotADirectoryError, StrangeFileError, DamagedError):
             return None
 
-    @staticmethod
-    def _has_empty_tag(listing: list[FileInfo]) -> bool:
-        """Whether ``CACHEDIR.TAG`` is an empty file."""
-        return any(info.name == TAG and not info.is_folder and info.size == 0 for info in listing)
+    def _has_empty_tag(self) -> bool:
+        """Whether ``CACHEDIR.TAG`` is an empty file; it is read, as a listing may be old on NFS."""
+        try:
+            return len(self.fs.read_file(os.path.join(self.path, TAG), _MOST_TEXT)) == 0
+        except (FileNotFoundError, NotADirectoryError, StrangeFileError, DamagedError):
+            return False
 
     def _make_folder(self, path: str) -> bool:
         """Make a folder and its parents, so that their names survive a power cut.
