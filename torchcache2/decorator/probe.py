@@ -4,7 +4,7 @@ Found rows are wrong if an item's output depends on the rest of its batch, or on
 key and has changed. Both show when a found batch is computed again. So of each kind of call, the 1st found
 batch of a run is computed again before it is returned, then the 2nd, 4th, 8th …, and never fewer than one in
 256. No check of another run spares one of these. Batches of which only some items were found are counted
-likewise, and so are batches that this run has computed as they are: these show changes, and no dependence.
+likewise, and so are batches of items that this run has computed together: these show changes alone.
 
 Of batches of which nothing was found, the 1st, 2nd, 4th … are followed by parts of them, computed by
 themselves and in another order. Some parts share no item, since one part may hide a dependence: if every item
@@ -58,7 +58,7 @@ _MOST_WHOLE = 1 << 16  # batches known to be computed as a whole
 _MOST_STALE = 3  # verdicts of one kind that its rows are stale; what is stale again and again is not cached
 _USUAL = 2e-3  # seconds that a check takes beside its forward, until one has shown it
 _MISSED, _MIXED, _FOUND, _AGAIN = range(4)  # no, some, and all items were found; all, of a batch as computed
-# In `Kind.row`; the first two have a number for each of these.
+# Places in `Kind.row`. Counts, and the next batch to check, take four: one for each of the above.
 _COUNT, _DUE, _ITEMS, _SECONDS, _SEEN, _PACE, _SPENT, _EXTRA, _PARTS, _MIXING = 0, 4, *range(8, 16)
 _COLLECTIVES = {
     *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all"),

@@ -81,8 +81,6 @@ class Checks:
         Whether to compute parts of the batch by themselves, too.
     is_just_check : bool
         Whether all items were found, so that they are computed for nothing else.
-    is_conclusive : bool
-        Whether the forward could compute the requested items.
     seconds, of_parts : float
         Time spent on checks: in all, and on parts of the batch.
     unchecked : int
@@ -90,7 +88,6 @@ class Checks:
     """
 
     computes_parts = is_just_check = False
-    is_conclusive = True
     seconds = of_parts = 0.0
     unchecked = 0
 

@@ -222,11 +222,6 @@ class TierStack:
             self._users.describe(namespace, source.description(namespace))
         return max([tier.put(keys, rows) for tier in tiers])
 
-    def description(self, namespace: bytes) -> dict[str, Any]:
-        """The description of a namespace in the cache directory; empty if there is none."""
-        directory = self.directory
-        return {} if directory is None else directory.fingerprint(namespace.hex())
-
     def forget(self, namespace: bytes) -> None:
         """Forget the rows of a namespace in tiers that are not lasting."""
         for tier in self._tiers:
