@@ -9,7 +9,7 @@ from tests.helpers.nfs import Machine, Nfs
 from tests.helpers.storage import NAMESPACES, NEVER, fill, found, seal, segments
 from torchcache2.files import run as merging
 from torchcache2.files.directory import CacheDirectory
-from torchcache2.files.filesystem import FileSystem, ulid
+from torchcache2.files.filesystem import FileSystem, ulid, write_whole
 from torchcache2.files.removal import in_use, remove_namespace
 from torchcache2.tiers.disk.tier import DiskTier
 
@@ -75,3 +75,21 @@ def test_who_links_without_hard_links_removes_nothing(tmp_path, monkeypatch):
     new.unlink()
     fs.link(str(old), str(new))
     assert new.read_text() == "ours" and not old.exists()
+
+
+def test_who_writes_a_file_begins_again_if_another_machine_deletes_it_before_it_is_locked(path):
+    """As a tier does that opens the folder at this moment: what is not locked is a dead writer's."""
+    fs, create, swept = nfs(), Nfs.create, []
+
+    def create_and_sweep(self, name):
+        file = create(self, name)
+        if not swept:
+            swept.append(name)
+            nfs().remove(name)
+        return file
+
+    path.mkdir()
+    fs.create = create_and_sweep.__get__(fs)
+    write_whole(fs, str(path / "file"), [memoryview(b"whole")], stem=f"{path}/file.")
+    assert swept and [file.name for file in path.iterdir()] == ["file"]
+    assert (path / "file").read_bytes() == b"whole"

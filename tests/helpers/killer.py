@@ -1,8 +1,8 @@
 """Writers of one directory that are killed at random points, again and again.
 
-Usage: ``python -m tests.helpers.killer DIRECTORY CYCLES SEED``. The writers are forked from this
-process, which has imported torch. What is there after each cycle is checked: every row of every segment, and
-that nothing is missing that a flush had returned for.
+Usage: ``python -m tests.helpers.killer DIRECTORY CYCLES SEED FILES``; ``FILES`` is ``local`` or ``nfs``.
+The writers are forked from this process, which has imported torch. What is there after each cycle is checked:
+every row of every segment, and that nothing is missing that a flush had returned for.
 """
 
 import itertools
@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from tests.helpers.nfs import HERE, Nfs
 from tests.helpers.storage import CPU, NEVER, found, key_of, put, segments, strange_files, value_of
 from torchcache2.files import run as merging
 from torchcache2.files.directory import CacheDirectory
@@ -61,11 +62,11 @@ def batch(rng):
     return [kind + len(WIDTHS) * i for i in rng.sample(range(NAMES // len(WIDTHS)), BATCH)]
 
 
-def write(path, log, rng, evicts):
+def write(path, log, rng, evicts, fs):
     """What a writer does until it is killed: a segment after 30 kB, or some milliseconds."""
     budget = {"budget": 300_000, "policy": "lru"} if evicts else {}
     codec, delay = rng.choice(["none", "brotli"]), rng.choice([0.0, 0.005, 0.1])
-    tier = DiskTier(path, codec=codec, **budget, queue=120_000, delay=delay)
+    tier = DiskTier(path, codec=codec, **budget, queue=120_000, delay=delay, fs=fs)
     names = set()
     while True:
         some = batch(rng)
@@ -78,9 +79,9 @@ def write(path, log, rng, evicts):
             log.add(names)
 
 
-def check(path, must):
+def check(path, must, fs):
     """What a new handle finds; each segment is read on its own, too."""
-    tier = DiskTier(path, delay=NEVER)
+    tier = DiskTier(path, delay=NEVER, fs=fs)
     there = set()
     for kind, width in enumerate(WIDTHS):
         there |= set(found(tier, range(kind, NAMES, len(WIDTHS)), width))
@@ -89,7 +90,6 @@ def check(path, must):
     assert (stats.corrupt, stats.faults) == (0, 0), stats
     assert must <= there, sorted(must - there)
     names = {key_of(name): name for name in range(NAMES)}
-    fs = FileSystem()
     for file in segments(path):
         segment = Segment.open(fs, Descriptors(fs), str(file), limit=1 << 20)
         keys = [names[key.tobytes()] for key in segment.keys]
@@ -101,15 +101,15 @@ def check(path, must):
                 assert torch.equal(value, value_of(keys[i], width_of(keys[i]))), file
 
 
-def cycle(path, log, rng, evicts):
+def cycle(path, log, rng, evicts, fs):
     """Start writers and kill each at some point; how many temporary files they leave."""
-    living = []
+    living, codes = [], []
     for i in range(WRITERS):
         seed = rng.random()
         pid = os.fork()
         if pid == 0:
             try:
-                write(path, log, random.Random(seed), evicts and i == 0)
+                write(path, log, random.Random(seed), evicts and i == 0, fs)
             except BaseException:
                 traceback.print_exc()
             os._exit(1)
@@ -117,12 +117,12 @@ def cycle(path, log, rng, evicts):
     for end, pid in sorted(living):
         time.sleep(max(0.0, end - time.monotonic()))
         os.kill(pid, signal.SIGKILL)
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        assert code == -signal.SIGKILL, f"a writer has ended with {code}"
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    assert codes == [-signal.SIGKILL] * WRITERS, f"a writer has ended by itself: {codes}"
     return len(strange_files(path)) if os.path.exists(path) else 0
 
 
-def main(path, cycles, seed):
+def main(path, cycles, seed, fs):
     torch.set_num_threads(1)
     for name in range(NAMES):
         value_of(name, width_of(name))  # which the writers then need not make
@@ -142,18 +142,20 @@ def main(path, cycles, seed):
                 merging._LEAST_ROWS, merging._MERGED = 40, 3
             else:
                 merging._LEAST_ROWS, merging._MERGED = LARGE
-        left += cycle(path, log, rng, evicts)
+        left += cycle(path, log, rng, evicts, fs)
+        HERE.seen.clear()  # on NFS, some seconds later: each process is a machine of its own
         must = set() if evicts else log.names()
         flushed += len(must)
-        check(path, must)
+        check(path, must, fs)
         assert strange_files(path) == [], strange_files(path)
         if i % LIVES == LIVES - 1:
             # Nothing that is left of the dead stands in the way of who makes room.
-            directory = CacheDirectory(path, FileSystem())
+            directory = CacheDirectory(path, fs)
             assert make_room(directory, 1000, 2000, lru=True), path
             assert segments(path) == []
     print(left, flushed)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    systems = {"local": FileSystem, "nfs": Nfs}
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), systems[sys.argv[4]]())

@@ -147,9 +147,9 @@ def is_left_over(name: str) -> bool:
     return any(_KINDS[kind].fullmatch(name) for kind in ("corrupt", "temporary"))
 
 
-def stated_format(tag: bytes) -> int | None:
-    """The format that a ``CACHEDIR.TAG`` states; None if it is another program's."""
-    match = _IS_OURS.search(tag)
+def stated_format(tag: bytes | None) -> int | None:
+    """The format that a ``CACHEDIR.TAG`` states; None if it is another program's, or there is none."""
+    match = _IS_OURS.search(tag or b"")
     # `int` refuses thousands of digits; the first ones suffice to see an unknown format.
     return int(match[1][:_MOST_DIGITS]) if match else None
 
@@ -167,6 +167,7 @@ _MOST_TEXT = 16 << 20
 _PROBE = memoryview(b"whether something can be written here")
 _NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
 _ENTERINGS = 10
+_REPLACED = 3
 _TRIES, _BETWEEN_TRIES = 20, 0.005  # seconds
 
 
@@ -194,25 +195,24 @@ class CacheDirectory:
             if error.errno not in _NO_PATH:
                 raise
             raise OptionError(f"{self.path!r} cannot be a cache directory: {error.strerror}") from None
-        # Before `format`, as the tag may appear meanwhile. An empty one, of a power cut or kill, is replaced.
-        has_tag = self.fs.exists(os.path.join(self.path, TAG)) and not self._has_empty_tag()
-        tag = self.format()
-        if tag is None:
+        tag = self._tag()
+        number = stated_format(tag)
+        if number is None:
             strange = [info.name for info in listing if not is_ours(info)]
-            if strange or has_tag:
+            if strange or tag:  # an empty one, of a power cut or kill, is replaced
                 name = strange[0] if strange else TAG
                 raise OptionError(
                     f"{self.path!r} is not a cache directory and not empty (it has {name!r}): give a folder "
                     "that does not exist yet, or an empty one"
                 )
         else:
-            check_format(repr(self.path), tag)
+            check_format(repr(self.path), number)
 
     def create(self) -> None:
         """Make the folder, and the tag that marks it as a cache."""
         self._make_folder(self.path)
-        if self.format() is None:
-            self._write(os.path.join(self.path, TAG), TAG_TEXT.encode(), replaces=self._has_empty_tag())
+        if stated_format(tag := self._tag()) is None:
+            self._write(os.path.join(self.path, TAG), TAG_TEXT.encode(), replaces=tag == b"")
             self.fs.sync_folder(self.path)
 
     def folder(self, namespace: bytes) -> str:
@@ -371,17 +371,20 @@ class CacheDirectory:
 
     def format(self) -> int | None:
         """The format stated in ``CACHEDIR.TAG``; None if it does not mark a cache."""
-        try:
-            return stated_format(self.fs.read_file(os.path.join(self.path, TAG), _MOST_TEXT))
-        except (FileNotFoundError, NotADirectoryError, StrangeFileError, DamagedError):
-            return None
+        return stated_format(self._tag())
 
-    def _has_empty_tag(self) -> bool:
-        """Whether ``CACHEDIR.TAG`` is an empty file; it is read, as a listing may be old on NFS."""
-        try:
-            return len(self.fs.read_file(os.path.join(self.path, TAG), _MOST_TEXT)) == 0
-        except (FileNotFoundError, NotADirectoryError, StrangeFileError, DamagedError):
-            return False
+    def _tag(self) -> bytes | None:
+        """What is in ``CACHEDIR.TAG``; None if there is none, and its name if that is no small file."""
+        for _ in range(_REPLACED):
+            try:
+                return self.fs.read_file(os.path.join(self.path, TAG), _MOST_TEXT)
+            except FileNotFoundError:
+                continue  # on NFS, also if another machine replaces it
+            except NotADirectoryError:
+                break
+            except (StrangeFileError, DamagedError):
+                return TAG.encode()
+        return None
 
     def _make_folder(self, path: str) -> bool:
         """Make a folder and its parents, so that their names survive a power cut.

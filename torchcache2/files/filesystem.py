@@ -269,24 +269,26 @@ class FileSystem:
         return _opened(lambda: Descriptor(os.open(path, flags, 0o666)))
 
     @_gone
+    def _status(self, file: Descriptor) -> os.stat_result:
+        return os.fstat(file.number)
+
     def size(self, file: Descriptor) -> int:
         """Bytes of an open file."""
-        return os.fstat(file.number).st_size
+        return self._status(file).st_size
 
     def links(self, file: Descriptor) -> int:
         """Names of an open file; 0 if it has been deleted."""
         try:
-            return os.fstat(file.number).st_nlink
-        except OSError as error:
-            if error.errno != errno.ESTALE:
-                raise
+            return self._status(file).st_nlink
+        except FileNotFoundError:
             return 0
 
     def same(self, file: Descriptor, path: str) -> bool:
         """Whether a path still names an open file."""
         try:
-            # Without `links`, NFS might compare with what the path named some seconds ago.
-            return self.links(file) > 0 and os.path.samestat(os.fstat(file.number), os.stat(path))
+            # Without `st_nlink`, NFS might compare with what the path named some seconds ago.
+            opened = self._status(file)
+            return opened.st_nlink > 0 and os.path.samestat(opened, os.stat(path))
         except FileNotFoundError:
             return False
 
@@ -527,8 +529,9 @@ def write_whole(
         while True:
             temporary = f"{stem}{ulid()}{suffix}"
             file = fs.create(temporary)
-            if fs.lock(file, exclusive=True) is not False and fs.links(file):
-                break  # otherwise another process has deleted it before it was locked
+            with contextlib.suppress(FileNotFoundError):  # deleted by another machine, on NFS
+                if fs.lock(file, exclusive=True) is not False and fs.links(file):
+                    break  # otherwise another process has deleted it before it was locked
         if callable(content):
             content(file)
         else:
