@@ -20,7 +20,7 @@ FOLDER = Path(torchcache2.__file__).parent
 
 # From the top down: a file imports from its own room, without a cycle, and from rooms below it. Rooms in
 # parentheses are side by side, and know nothing of each other.
-ROOMS = ["__main__", "cli", ("datasets", "decorator"), "engine", "tiers", ("files", "identity"), "core"]
+ROOMS = ["__main__", "cli", "datasets", "decorator", "engine", "tiers", ("files", "identity"), "core"]
 
 
 def sources(folder=FOLDER):

@@ -24,6 +24,8 @@ from torchcache2.core.settings import Policy
 from torchcache2.core.sizes import Size, size_text
 from torchcache2.datasets.identity import length_of
 from torchcache2.datasets.options import CAPACITY, aliased, check, check_dataset, check_others
+from torchcache2.datasets.loader import Loader
+from torchcache2.datasets.mapped import MappedStore
 from torchcache2.datasets.recipe import OF_PROCESS, Keeper, Recipe
 from torchcache2.datasets.served import ServedRecipe, kept_in, with_samples
 from torchcache2.datasets.store import Store
@@ -131,6 +133,13 @@ class CachedDataset(Keeper, Dataset[Any]):
         by its name, its class, or the first digits of its namespace.
     version : str or int, optional
         Change it when samples change in a way that the cache cannot see, such as files behind the same paths.
+    map : callable, optional
+        ``map(batch)`` makes of a collated batch of samples what is kept in their place, such as features: any
+        structure of tensors with an entry for each sample. It is part of the key with all that it refers to:
+        code, models, weights. Only the process that makes the dataset calls it, without gradients; see
+        `loader`.
+    collate_fn : callable, optional
+        Makes a batch for `map` of a list of samples. None: `torch.utils.data.default_collate`.
     transform : callable, optional
         Called with each sample after the cache, for example for random augmentation.
     policy : {"keep", "lru"}
@@ -212,6 +221,8 @@ class CachedDataset(Keeper, Dataset[Any]):
         disk_size: Size | None = None,
         name: str | None = None,
         version: str | int | None = None,
+        map: Callable[[Any], Any] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
         transform: Callable[[Any], Any] | None = None,
         policy: Policy = "keep",
         compression: str = "none",
@@ -295,8 +306,92 @@ class CachedDataset(Keeper, Dataset[Any]):
     def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
         """The samples at n indices; a `DataLoader` calls this."""
         store, transform = self._store, self._recipe.transform
-        samples = self._source.plain(indices) if store is None else store.fetch(indices)
+        if store is not None:
+            samples = store.fetch(indices)
+        else:
+            samples = self._source.plain(indices)
+            if self._recipe.map is not None:
+                samples = self._recipe.map.items(self.output(indices), len(indices))
         return samples if transform is None else [transform(sample) for sample in samples]
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether `map` makes what is kept."""
+        return self._recipe.map is not None
+
+    def output(self, indices: Sequence[int]) -> Any:
+        """What `map` makes of the batch of n samples: any structure, its tensors of shape ``(n, ...)``."""
+        made_of = self._recipe.map
+        if made_of is None:
+            raise OptionError("output() is what map= makes of samples, and there is no map=")
+        if isinstance(self._store, MappedStore):
+            return self._store.output(indices)
+        with torch.no_grad():
+            return made_of.of(self._source.plain(indices))
+
+    def loader(
+        self,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Any = None,
+        batch_sampler: Any = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool | None = None,
+        drop_last: bool = False,
+        *,
+        generator: torch.Generator | None = None,
+        device: str | torch.device | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        **workers: Any,
+    ) -> Loader:
+        """The batches of the dataset, straight from its rows, in the order of a `DataLoader`.
+
+        Batches whose rows are there need no worker and no sample. Missing samples are loaded by `num_workers`
+        processes ahead of need, only these; `map` runs in this process.
+
+        Parameters
+        ----------
+        batch_size, shuffle, sampler, batch_sampler, drop_last, generator
+            As for a `DataLoader`: batches come in the same order.
+        num_workers : int
+            How many processes load missing samples; 0: this one. If none is missing, none is started.
+        collate_fn : callable, optional
+            Makes a batch of a list of samples, or of what `map` has made of each; it is then called for each
+            batch. None: what `map` returns, or `torch.utils.data.default_collate` of samples.
+        pin_memory : bool, optional
+            Whether batches are in pinned memory. None: if `device` is a GPU.
+        device : torch.device, optional
+            Where batches are moved.
+        rank, world_size : int, optional
+            Which share of the samples to give, by a `DistributedSampler`, unless there is a sampler. None: as
+            the launcher says.
+        **workers
+            Other options of the `DataLoader` that loads missing samples, such as `multiprocessing_context`.
+
+        Returns
+        -------
+        Loader
+            An iterable with `len`, `set_epoch`, `state_dict` and `load_state_dict`.
+        """
+        check({"num_workers": num_workers})
+        return Loader(
+            self,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            sampler=sampler,
+            batch_sampler=batch_sampler,
+            drop_last=drop_last,
+            generator=generator,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+            device=device,
+            rank=rank,
+            world_size=world_size,
+            workers=workers,
+        )
 
     def __repr__(self) -> str:
         return f"<CachedDataset {self._recipe.title} {self._recipe.identity.namespace.hex()}>"

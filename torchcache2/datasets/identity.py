@@ -278,13 +278,15 @@ class _DatasetWalk(Walk):
         return b"attributes " + b"".join(names)
 
 
-def document(identity: Identity, dataset: Any, name: str | None, version: str | int | None) -> dict[str, Any]:
-    """The description of a dataset's namespace, as JSON for ``fingerprint.json``."""
+def document(
+    identity: Identity, dataset: Any, name: str | None, version: str | int | None, map: str | None = None
+) -> dict[str, Any]:
+    """The description of a dataset's namespace, as JSON for ``fingerprint.json``; `map` is its name."""
     said = {
         "length": length_of(dataset),
         "name": name,
         "version": None if version is None else str(version),
-    }
+    } | ({} if map is None else {"map": map})
     return document_of(identity, qualified_name(type(dataset))) | {"dataset": said}
 
 

@@ -69,6 +69,7 @@ _OPTIONS = {
         "the share of hits to load again, from 0.0 to 1.0",
         lambda share: type(share) in (int, float) and 0 <= share <= 1,
     ),
+    "collate_fn": _Option("None or a callable that takes a list of samples", lambda v: v is None or callable(v)),
     "partial": _SWITCH,
     "name": _Option(
         "a text that stands for the dataset, such as 'coco-train'",
@@ -163,6 +164,9 @@ def check_served(options: Mapping[str, Any]) -> None:
         raise OptionError("dataset=None serves the samples that are in a folder: give it as cache_dir=")
     if backend != "local":
         raise OptionError(f"dataset=None with backend={backend!r}: a server cannot list its samples")
+    for option in ("map", "collate_fn"):
+        if options[option] is not None:
+            raise OptionError(f"{option}= needs the dataset: what it makes is what the folder has")
     if verify:
         raise OptionError(f"verify={shown(verify)} loads samples again, which needs the dataset")
 

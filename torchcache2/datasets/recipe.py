@@ -17,8 +17,10 @@ from torchcache2.datasets.identity import (
     document_of,
     identify,
     identify_prefix,
+    keys_of,
     length_of,
 )
+from torchcache2.datasets.mapped import Map, Mapped, MappedStore
 from torchcache2.datasets.options import Serving, level_settings
 from torchcache2.datasets.source import Source
 from torchcache2.datasets.store import Levels, Store
@@ -61,6 +63,8 @@ class Recipe:
         Whether to watch the dataset for drawing random numbers.
     verify : float
         Share of hits to load again.
+    map : Map or None
+        What is made of samples, which is then kept in their place; pickles have none.
     """
 
     title: str
@@ -77,17 +81,24 @@ class Recipe:
     version: str | int | None = None
     checks: bool = False
     verify: float = 0.0
+    map: Map | None = None
 
     @classmethod
     def of_dataset(cls, dataset: Any, options: Mapping[str, Any]) -> Recipe:
         """Read the dataset; an `OptionError` if later runs could not identify it."""
         settings, kept = settings_of(options)
         name, version, length = options["name"], options["version"], length_of(dataset)
-        identity = identify(dataset, name=name, version=version)
+        identity, made_of = identify(dataset, name=name, version=version), None
+        if options["map"] is not None:
+            made_of = Map(options["map"], options["collate_fn"], settings, identity.fingerprint)
+            identity = identity._replace(
+                fingerprint=made_of.keeper.fingerprint, unread=[*identity.unread, *made_of.keeper.unread]
+            )
         recipe = cls(
             title=type(dataset).__name__ if name is None else name,
             identity=identity,
-            document=document(identity, dataset, name, version),
+            document=document(identity, dataset, name, version, made_of and made_of.name()),
+            map=made_of,
             settings=settings,
             tally=Tally(length),
             dataset=dataset,
@@ -113,6 +124,9 @@ class Recipe:
         title = f"CacheLoader {key_prefix!r}"
         return cls(title=title, identity=identity, document=text, settings=settings, tally=Tally(), **kept)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"map": None}  # it runs in this process only
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a pickle; if an earlier run made it, read the dataset again, as code may have changed."""
         self.__dict__.update(state)
@@ -124,7 +138,7 @@ class Recipe:
         self._read_again()
 
     def _read_again(self) -> None:
-        if self.dataset is not None:
+        if self.dataset is not None and "map" not in self.document.get("dataset", {}):
             self.identity = identify(self.dataset, name=self.name, version=self.version)
             self.document = document(self.identity, self.dataset, self.name, self.version)
 
@@ -149,7 +163,14 @@ class Recipe:
             servers = self.settings.servers or self.serving.servers()
             self.settings = self.settings.replace({"persistent_cache_dir": servers})
             hold(servers)
-        return Store(self.title, self.levels(), self.tally, source, self.verify)
+        levels = self.levels()
+        if "map" not in self.document.get("dataset", {}) or source is None:
+            return Store(self.title, levels, self.tally, source, self.verify)
+        mapped = None
+        if self.map is not None:
+            settings = self.settings.replace({"verify": self.verify})
+            mapped = Mapped(self.map, source, keys_of, settings, levels, lambda: self.document)
+        return MappedStore(self.title, levels, self.tally, source, mapped)
 
     def levels(self, **options: Any) -> Levels:
         """The tiers in this process, even if nothing is kept; for the options, see `Levels`."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -159,7 +160,7 @@ class Source:
         self.nanoseconds = 0
         self.unseeded = unseeded if checks else ()
         self._dataset, self._generators, self._checks = dataset, list(generators), checks
-        self._lock, self._apart = ProcessLock(), Apart()
+        self._lock, self._apart, self._held = ProcessLock(), Apart(), threading.local()
         self._loaded = self._unchecked = self._strikes = 0
         self._has_batches = has_batches(dataset)
         is_abstract = getattr(type(dataset), "__getitem__", None) is Dataset.__getitem__
@@ -170,6 +171,28 @@ class Source:
 
         They may not if random numbers were drawn. ``one(index)`` loads them in place of the dataset.
         """
+        held = self.held()
+        if held is None or one is not None:
+            return self._load(indices, one)
+        absent = [index for index in dict.fromkeys(indices) if index not in held]
+        loaded, is_steady = self._load(absent, None) if absent else ([], True)
+        held.update(zip(absent, loaded, strict=True))
+        return [held[index] for index in indices], is_steady
+
+    @contextlib.contextmanager
+    def holding(self, samples: dict[Any, Any]) -> Iterator[None]:
+        """Use samples that workers have loaded, by index, in this thread, and add to them what it loads."""
+        before, self._held.samples = self.held(), samples
+        try:
+            yield
+        finally:
+            self._held.samples = before
+
+    def held(self) -> dict[Any, Any] | None:
+        """The samples that this thread holds now."""
+        return getattr(self._held, "samples", None)
+
+    def _load(self, indices: Sequence[Any], one: One | None) -> tuple[list[Any], bool]:
         if self.unseeded:
             return self.plain(indices, one), False
         with self._lock():
@@ -188,6 +211,9 @@ class Source:
     def plain(self, indices: Sequence[Any], one: One | None = None) -> list[Any]:
         """The samples, as the dataset, or ``one(index)``, gives them."""
         start = time.perf_counter_ns()
+        held = self.held() or {}
+        if one is None and all(index in held for index in indices):
+            return [held[index] for index in indices]
         is_batch = self._has_batches and len(indices) > 1 and one is None
         samples = self._many(indices) if is_batch else list(map(one or self._one, indices))
         self.nanoseconds += time.perf_counter_ns() - start

@@ -21,7 +21,8 @@ from torchcache2.core.settings import CacheSettings
 from torchcache2.datasets.identity import as_index, keys_of
 from torchcache2.datasets.source import One, Source
 from torchcache2.datasets.tally import Tally
-from torchcache2.engine.stack import TierStack, has_any
+from torchcache2.engine.stack import Describer, TierStack, has_any
+from torchcache2.engine.values.outputs import is_like_samples, items_of
 from torchcache2.engine.values.samples import Samples, from_rows, rebuilder
 from torchcache2.tiers.base import Signals, Tier
 from torchcache2.tiers.make import Description, InUse, Opened, make_levels
@@ -70,13 +71,14 @@ class Levels(TierStack):
         opened: Opened | None = None,
     ) -> None:
         self._is_worker, self._writes = job is not None, writes
+        self.counts_found = False  # whether found rows are counted here
         super().__init__(settings, name)
         self._opened = self._opened or opened
         self.fills_up = settings.persistent_cache_dir is None or not settings.is_persistent
         self._tally = tally
         self._epochs, self._turned = 0, -math.inf  # finished epochs, and when the last one was noticed
         self.namespace = namespace
-        self._user = _User(namespace, description)
+        self._user, self.document = _User(namespace, description), description
         if job is None:
             # Without a launcher, a process shares with its workers only.
             is_shared = has_peers() or bool(os.environ.get("TORCHCACHE_JOB"))
@@ -166,24 +168,35 @@ class Levels(TierStack):
 
     def keep(self, keys: Keys, rows: Rows) -> bool:
         """Put rows into every tier, or each into the first with room; returns whether all fit."""
+        kept = self.put(self._user, keys, rows)
+        return kept == len(keys) or not self.fills_up  # the disk tier warns if it is full
+
+    def put(self, source: Describer, keys: Keys, rows: Rows) -> int:
+        """As `keep`; returns how many are kept."""
         if not self.fills_up:
-            self.put(self._user, keys, rows)
-            return True  # the disk tier warns if it is full
-        absent = np.arange(len(keys))
+            return super().put(source, keys, rows)
+        count, absent = len(keys), np.arange(len(keys))
         for depth, tier in enumerate(self.tiers):
             if depth:
                 keys, rows = keys.take(absent), rows.take(torch.from_numpy(absent))
             if tier.put(keys, rows) == len(keys):
-                return True
+                return count
             absent = np.flatnonzero(~tier.has(keys))
             if len(absent) == 0:
-                return True
-        return False
+                return count
+        return count - len(absent)
 
     def close(self) -> None:
         """Release the rows in memory, and write the others to disk."""
         self.forget(self.namespace)
         self.leave(self._user)
+
+    def _found(self, tiers: Sequence[Tier], keys: Keys) -> list[Parts]:
+        found = super()._found(tiers, keys)
+        if self.counts_found:
+            for tier, parts in zip(tiers, found, strict=False):
+                self._tally.add(**{f"{tier.name}_hits": sum(len(rows) for _, rows in parts)})
+        return found
 
     def _offer(self, tiers: Sequence[Tier], keys: Keys, rows: Rows) -> None:
         if not self.fills_up:  # else they did not fit before, and memory gets no new room
@@ -257,9 +270,15 @@ class Store:
         self.name, self.levels, self.tally = name, levels, tally
         self.told = ToldOnce(tally.is_first)
         self._source, self._verify = source, verify
+        self._is_mapped = bool((levels.document.get("dataset") or {}).get("map"))
         self._samples = Samples()
         self._rebuilders: dict[int, tuple[Schema, Any]] = {}  # by id of the schema, which is kept alive
         self._random_shares = np.random.default_rng()  # its own: others' generators must not advance
+
+    @property
+    def is_verifying(self) -> bool:
+        """Whether found samples are loaded again, now and then, or none are kept."""
+        return self._verify > 0.0 or self.tally.is_random
 
     # What is found
 
@@ -296,6 +315,8 @@ class Store:
         known = self._rebuilders.get(id(schema))
         try:
             if known is None:
+                if self._is_mapped and not is_like_samples(schema):
+                    return None
                 if len(self._rebuilders) >= _MOST_REBUILDERS:
                     self._rebuilders.clear()
                 known = self._rebuilders[id(schema)] = schema, rebuilder(schema)
@@ -305,7 +326,7 @@ class Store:
 
     def _read(self, positions: Positions, rows: Rows, sought: Sought) -> None:
         try:
-            read = from_rows(rows)
+            read = items_of(rows) if self._is_mapped else from_rows(rows)
         except UnreadableError as error:
             if len(rows) > 1:  # perhaps only some are damaged
                 for i in range(len(rows)):
@@ -397,7 +418,7 @@ class Store:
             return [], 0
         samples, is_steady = self.source.load(indices, one)
         if not is_steady:
-            self._moved(indices[0], one)
+            self.moved(indices[0], one)
             self.tally.add(random=len(samples))
             return samples, 0
         return samples, self.keep(keys, samples, drops)
@@ -419,7 +440,7 @@ class Store:
         self.levels.clear()
         return False
 
-    def _moved(self, index: Any, one: One | None) -> None:
+    def moved(self, index: Any, one: One | None) -> None:
         """React to random numbers drawn while samples were loaded."""
         if self.source.is_random(index, one) and not self.tally.is_random:
             self.tally.found_random()

@@ -50,6 +50,7 @@ _CPU = torch.device("cpu")
 _FILLED = ("filled by the forward",)  # the only key of such an output: the added entries
 
 Shapes = tuple[tuple[int, ...], ...]
+Names = Callable[[bytes, BoundCall], Keys]
 
 
 class Known:
@@ -69,8 +70,14 @@ class Known:
 
     signature: Signature
 
-    def __init__(self, settings: CacheSettings, keeper: NamespaceKeeper, runner: Runner) -> None:
-        self.settings, self.keeper, self.runner = settings, keeper, runner
+    def __init__(
+        self,
+        settings: CacheSettings,
+        keeper: NamespaceKeeper,
+        runner: Runner,
+        names: Names | None = None,
+    ) -> None:
+        self.settings, self.keeper, self.runner, self.names = settings, keeper, runner, names
         self.random = set[bytes]()
         self.shapes: dict[bytes, Shapes | None] = {}
         self.samples = Samples()
@@ -79,6 +86,8 @@ class Known:
 
     def keys(self, namespace: bytes, call: BoundCall) -> Keys:
         """The keys of the items of a call."""
+        if self.names is not None:
+            return self.names(namespace, call)
         entries = [*call.entries, *call.aligned]
         count = self.settings.subsample_count
         return item_keys(

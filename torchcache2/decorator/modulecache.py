@@ -26,11 +26,10 @@ from torchcache2.core.settings import CacheSettings, disabled_by_environment, st
 from torchcache2.core.sizes import is_out_of_memory
 from torchcache2.decorator import bypass
 from torchcache2.decorator.bypass import EDITED, STALE, Backoff, BypassError, glance, not_stored
-from torchcache2.decorator.forward import Computation, Known, given_back, may_check
+from torchcache2.decorator.forward import Computation, Known, Names, given_back, may_check
 from torchcache2.decorator.probe import CallChecks, Probes
 from torchcache2.decorator.tracing import Runner, is_traced, turns_grad_off
-from torchcache2.decorator.warmup import arguments_of, estimate, warm_up
-from torchcache2.engine.ahead import Ahead, Asker, Loop
+from torchcache2.decorator.warmup import estimate, warm_up
 from torchcache2.engine.batch import Checks, NotStoredError, WrongRowsError
 from torchcache2.engine.cache import Cache, now
 from torchcache2.engine.explain import NOTHING_DIFFERS, CallSeen, compared, of_calls
@@ -48,7 +47,7 @@ _CPU = torch.device("cpu")
 _MANY = 1000  # misses before a hint says why no item was found
 
 
-class _Owner:
+class Owner:
     """Shared by the caches of one object's methods, so that its state is watched only once.
 
     It holds the caches weakly: a reference cycle would keep their rows alive after the object.
@@ -86,7 +85,8 @@ class ModuleCache:
 
     Each cached method has one; an object's first one is its ``cache_instance``, which represents all of them.
     Caches of one decorator share `tiers`, `probes`, and the `history` that `explain` uses; those `beside`
-    each other belong to one object.
+    each other belong to one object, and share its `owner`. ``names(namespace, call)`` makes the keys of a
+    call's items, if these have names of their own.
     """
 
     __module__ = "torchcache2"
@@ -98,21 +98,22 @@ class ModuleCache:
         history: History | None = None,
         probes: Probes | None = None,
         beside: ModuleCache | None = None,
+        owner: Owner | None = None,
+        names: Names | None = None,
     ) -> None:
         if beside is not None and tiers is None and settings.shares_tiers_with(beside.settings):
             tiers = beside.engine.tiers
         self.settings: CacheSettings = settings
         self.engine: Cache = Cache(bytes(16), settings, tiers=tiers)
         self.engine.face, self.engine.must_stack = weakref.ref(self), settings.probe
-        self._owner: _Owner = beside._owner if beside is not None else _Owner(history)
-        self._loops: list[Loop] = []  # loops whose batches' rows are read ahead
+        self._owner = owner if owner is not None else beside._owner if beside is not None else Owner(history)
         self.kept: list[ModuleCache] = []  # other methods' caches without other references
         self.on_first_call: Callable[[Any], None] | None = None  # called with the object
         self._tell_missed: AtExit | None = None  # warns that only another method was called
         self._made = now()
         self.method = "forward"
         self.keeper = self._owner.keeper(settings)
-        self._known = Known(settings, self.keeper, Runner(self._owner.thread))
+        self._known = Known(settings, self.keeper, Runner(self._owner.thread), names)
         self._calls: deque[CallSeen] = deque(maxlen=2)
         self._backoff = Backoff(4, 16)
         self.bypass: str | None = None  # why the last call was not cached
@@ -240,80 +241,6 @@ class ModuleCache:
         return "\n".join([text, *ignored])
 
     warmup, estimate = warm_up, estimate  # methods; documented in `warmup.py`
-
-    def ahead(
-        self,
-        loader: Iterable[Any],
-        batches: int = 2,
-        *,
-        inputs: Callable[[Any], Any] | None = None,
-        method: str | None = None,
-    ) -> Ahead:
-        """The batches of a loader, whose next rows are read in the background.
-
-        Rows on disk, on Redis servers or in a bucket are then in memory when the forward needs them, so that
-        an epoch takes as long as its steps or its reading, whichever is longer. This takes memory for that
-        many batches besides the memory cache. Missing items are computed as usual.
-
-        The batches are unchanged and in order. The thread of the loop reads the loader some batches early:
-        each batch must own its memory, as those of a `DataLoader` do. Any number of loops, also in several
-        threads, may run at once. Leaving a loop ends its thread. For several modules in one loop, nest them:
-        ``a.cache_instance.ahead(b.cache_instance.ahead(loader))``.
-
-        Parameters
-        ----------
-        loader : DataLoader or other iterable of batches
-            The result has its length and attributes, so that trainers accept it as a loader.
-        batches : int
-            How many batches to read early.
-        inputs : callable, optional
-            ``inputs(batch)`` returns the forward's arguments, as in `warmup`. If the forward gets others,
-            reading ahead is useless, and stops after some batches with a warning.
-        method : str, optional
-            The called method, if several of an object are cached.
-
-        Examples
-        --------
-        >>> from torchcache2 import torchcache
-        >>> backbone = torchcache(torch.nn.Linear(4, 2)).eval().requires_grad_(False)
-        >>> loader = torch.utils.data.DataLoader(torch.rand(10, 4), batch_size=5)
-        >>> for images in backbone.cache_instance.ahead(loader):
-        ...     features = backbone(images)
-        """
-        cache = self.of(method)
-        if type(batches) is not int or batches < 1:
-            raise OptionError(f"batches={shown(batches)}: expected an int of at least 1")
-        if not isinstance(loader, Iterable):
-            raise OptionError(
-                f"loader={shown(loader)}: expected a DataLoader, or another iterable of batches"
-            )
-        arguments = functools.partial(arguments_of, inputs=inputs)
-        return Ahead(loader, batches, [Asker(arguments, cache._begin_loop, cache._end_loop)])
-
-    def _begin_loop(self) -> Loop:
-        """Start a loop whose batches the next calls will use."""
-        loop = Loop(self.engine.tell, self.name)
-        self.engine.tiers.rooms.append(loop.room)
-        self._loops.append(loop)
-        return loop
-
-    def _end_loop(self, loop: Loop) -> None:
-        """End a loop. Takes no lock, as the garbage collector may call it at any point."""
-        loop.end()
-        with contextlib.suppress(ValueError):  # nothing was read
-            self._loops.remove(loop)
-            self.engine.tiers.rooms.remove(loop.room)
-
-    def _keys_of(
-        self, namespace: bytes, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Callable[[], Keys]:
-        """What makes the keys of a call, in any thread; those of tensors elsewhere are made now."""
-        call = self._known.signature.bind(args, kwargs)
-        make = functools.partial(self._known.keys, namespace, call)
-        if all(tensor.device == _CPU for _, tensor in call.leaves):
-            return make
-        keys = make()  # on the caller's stream, where the batch may still be arriving
-        return lambda: keys
 
     def description(self, namespace: bytes) -> dict[str, Any]:
         """A description of the namespace as JSON, for people and `explain`."""
@@ -482,13 +409,7 @@ class ModuleCache:
             kind = self._probes.kind(keys.group, self.fingerprint, call, self.method)
             may_run = functools.partial(may_check, known, root, call, seen)
             checks = CallChecks(self._probes, kind, keys, may_run)
-        described = self.description
-        computation = Computation(known, call, keys, forward, root, seen, checks, described, self.refresh)
-        for loop in [*self._loops]:  # now the next calls' form is known
-            tiers = self.engine.tiers
-            read = functools.partial(tiers.read_ahead, tiers.tiers, computation.device)
-            loop.bring(functools.partial(self._keys_of, seen.namespace), read)
-        return computation
+        return Computation(known, call, keys, forward, root, seen, checks, self.description, self.refresh)
 
     def _cached(self, computation: Computation, start: float) -> Any:
         keys, checks = computation.keys, computation.checks

@@ -17,7 +17,6 @@ from torchcache2.core.process import ProcessLock
 from torchcache2.core.rows import Parts, Rows, merged
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import is_out_of_memory
-from torchcache2.engine.ahead import Room
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.tiers.base import Claim, Found, Tier, claim_in
 from torchcache2.tiers.make import Description, InUse, Opened, check_place, job_of, make_tiers
@@ -102,7 +101,7 @@ class TierStack:
         self._lock = ProcessLock(threading.RLock)  # reentrant: the garbage collector may close a cache
         self._users = Users()  # separate: tiers refer to it, but must not keep the stack alive
         self._tiers: Sequence[Tier] = ()
-        self.rooms: list[Room] = []  # rows that were read ahead
+        self._ahead: dict[tuple[bytes, bytes], Parts] = {}  # rows of coming batches, by their keys
         self._drops: dict[bytes, object] = {}  # a new object after each drop of a namespace
         self._drops_forgotten = object()  # a new object whenever `_drops` is emptied
         self._finalizer: Any = None
@@ -140,9 +139,8 @@ class TierStack:
 
         Each tier looks for what the faster ones lack, and offers them the rows that it finds.
         """
-        asked = [(room, whole) for whole in (True, False) for room in self.rooms]
-        ahead = next((parts for room, whole in asked if (parts := room.get(keys, whole=whole))), [])
-        if not ahead:
+        ahead = self._ahead.pop(_name(keys), None) if self._ahead else None
+        if ahead is None:
             return Found(merged(list(chain.from_iterable(self.found(keys)))))
         missing = np.ones(len(keys), bool)
         for positions, _ in ahead:
@@ -157,18 +155,18 @@ class TierStack:
         """The parts that `get` merges, by tier."""
         return self._found(self.tiers, keys)
 
-    def read_ahead(
-        self, tiers: Sequence[Tier], device: torch.device, keys: Keys, room: Room, batch: Any
-    ) -> None:
-        """Read the rows of a coming batch for a call on `device` into a room, unless memory has all of them.
-
-        The caller passes `tiers`, since after the last cache is closed the property would make new ones.
-        """
+    def read_ahead(self, keys: Keys) -> Parts:
+        """The rows of a coming batch, which the `get` of these keys then returns, unless they are dropped."""
         before = self._last_drop(keys.namespace)
-        if len(tiers) > 1 and not tiers[0].has(keys).all():
-            room.put(batch, keys, merged(list(chain.from_iterable(self._found(tiers, keys)))), device)
-            if self._last_drop(keys.namespace) != before:
-                room.drop(keys.namespace)
+        parts = merged(list(chain.from_iterable(self.found(keys))))
+        self._ahead[_name(keys)] = parts
+        if self._last_drop(keys.namespace) != before:
+            self.forget_ahead(keys)
+        return parts
+
+    def forget_ahead(self, keys: Keys) -> None:
+        """Forget the rows that were read ahead for a batch, if `get` was not called."""
+        self._ahead.pop(_name(keys), None)
 
     def _found(self, tiers: Sequence[Tier], keys: Keys) -> list[Parts]:
         before = self._last_drop(keys.namespace)
@@ -235,13 +233,14 @@ class TierStack:
         """Delete the rows of a namespace everywhere."""
         # The slowest tier first: rows that `get` read from it before are then either in a faster tier, which
         # comes next, or are no longer offered.
-        places: list[Tier | Room] = [*reversed(self.tiers), *self.rooms]
-        for place in places:
-            place.drop(namespace)
+        for tier in reversed(self.tiers):
+            tier.drop(namespace)
             if len(self._drops) >= _MOST_DROPS:
                 self._drops_forgotten = object()  # first, as `_last_drop` reads it last
                 self._drops = {}
             self._drops[namespace] = object()
+        for name in [name for name in list(self._ahead) if name[0] == namespace]:
+            self._ahead.pop(name, None)
 
     def _last_drop(self, namespace: bytes) -> tuple[object, object]:
         """A value that changes with each drop of a namespace."""
@@ -281,6 +280,10 @@ class TierStack:
             finalizer()
         if opened is not None:
             opened.close()
+
+
+def _name(keys: Keys) -> tuple[bytes, bytes]:
+    return keys.namespace, keys.data.tobytes()
 
 
 def has_any(tiers: Sequence[Tier], keys: Keys) -> Flags:

@@ -97,6 +97,8 @@ class NamespaceKeeper:
         self.walks = 0  # how often code and attributes have been read
         self.methods: set[str] = set()  # methods of an object that are called from outside
         self.lazies: list[Lazy] = []  # lazily loaded modules
+        self.beside: dict[str, bytes] = {}  # parts that are not the module's, such as of samples
+        self.texts: dict[str, str] = {}  # and their texts
         self._settings = settings
         self._lock = ProcessLock(threading.RLock)
         self._tokens: dict[int, tuple[object, bytes]] = {}
@@ -296,7 +298,7 @@ class NamespaceKeeper:
             options = ("format", "option cache_dtype", "option version")
             parts = {part: self._parts[part] for part in options if part in self._parts}
             parts["persistent_module_hash"] = name.encode()
-        fingerprint = Fingerprint.of_parts(parts, values)
+        fingerprint = Fingerprint.of_parts(parts | self.beside, values | self.texts)
         if self._tensors.is_late:
             self.mistaken += self._namespaces
         if self._tensors.digests != self._weights:

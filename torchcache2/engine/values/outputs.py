@@ -31,6 +31,7 @@ from torchcache2.core.values import (
     Opened,
     UnstorableError,
     closed,
+    mapped,
     opened,
     opened_or_none,
     specs_of,
@@ -225,6 +226,51 @@ def found(rows: Rows) -> Rows:
     entries = Rows(Schema(inner, leaves[split:]), columns[split:], rows.count)
     places = [(entries, i) for i in range(rows.count)]
     return ItemRows(Schema(outer, leaves[:split]), columns[:split], rows.count, places)
+
+
+def items_of(rows: Rows) -> list[Any]:
+    """The output of each item, without the dimension of the batch."""
+    if is_like_samples(rows.schema):
+        return from_rows(rows)
+    batch, cpu = found(rows), torch.device("cpu")
+    entries = batch.values(cpu) if isinstance(batch, ItemRows) else [()] * len(rows)
+
+    def item(i: int) -> Any:
+        entry = iter(entries[i])
+
+        def node(kind: Any, context: Any, children: list[Any]) -> Any:
+            if kind is NumpyArray:
+                return NumpyArray.batched(context, children[0])[0]
+            if kind is Items:
+                return _Entry(next(entry))
+            return closed(kind, context, children)
+
+        outer = Rows(batch.schema, batch.columns, len(rows)).take(torch.tensor([i]))
+        return mapped(_single, outer.to_pytree(device=cpu, closed=node))
+
+    return [item(i) for i in range(len(rows))]
+
+
+class _Entry:
+    """An item's entry of a list."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _single(leaf: Any) -> Any:
+    if type(leaf) is _Entry:
+        return leaf.value
+    return leaf[0] if isinstance(leaf, Tensor) else leaf
+
+
+def is_like_samples(schema: Schema) -> bool:
+    """Whether rows of a schema read the same as outputs of items, and as samples: it has plain tensors."""
+    kinds, specs = set[Any](), [schema.structure]
+    for spec in specs:  # grows meanwhile
+        kinds.add(spec.type)
+        specs += specs_of(spec)
+    return kinds <= {None, tuple, list, dict} and all(leaf.kind == "tensor" for leaf in schema.leaves)
 
 
 def joined(parts: Parts, count: int, *, device: torch.device) -> Rows | None:

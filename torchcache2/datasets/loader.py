@@ -1,0 +1,361 @@
+"""`Loader`: batches of a cached dataset, straight from its rows.
+
+A batch whose rows are all there is gathered from the tiers: no worker, no sample, no collating. Where a tier is
+slow, a thread reads the rows of the next batches meanwhile. Of other batches, worker processes load the missing
+samples ahead of need, and `map`, if there is one, runs here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
+
+from torchcache2.core.errors import OptionError
+from torchcache2.core.keys import Keys
+from torchcache2.core.logs import shown
+from torchcache2.core.private import pytree
+from torchcache2.core.process import place
+from torchcache2.core.rows import Leaf, Parts, Rows, Schema
+from torchcache2.core.values import mapped, specs_of
+from torchcache2.datasets.identity import keys_of
+from torchcache2.datasets.mapped import MappedStore
+from torchcache2.datasets.recipe import Recipe
+from torchcache2.datasets.source import Source
+from torchcache2.engine.values.kinds import NumpyArray
+from torchcache2.engine.values.outputs import joined
+from torchcache2.engine.values.samples import Samples, from_rows
+
+_AHEAD = 2  # batches that are read before they are needed
+_CPU = torch.device("cpu")
+_NUMBERS = {"int": torch.int64, "float": torch.float64, "bool": torch.bool}
+
+
+class _Indices(Dataset[Any]):
+    """Stands in for a dataset of `length` samples: each is its index."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitems__(self, indices: Sequence[int]) -> Sequence[int]:
+        return indices
+
+
+class _Loading(Dataset[Any]):
+    """Loads samples in a worker, which sends them as rows: these are few tensors."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe, self._samples = recipe, Samples()
+        self._source: Source | None = None
+
+    def __getitems__(self, indices: Sequence[Any]) -> tuple[Parts, dict[int, Any], bool]:
+        if self._source is None:
+            self._source = self._recipe.source()
+        samples, is_steady = self._source.load(indices)
+        batch = self._samples.to_rows(samples)
+        return list(batch.parts), {i: samples[i] for i in batch.refused}, is_steady
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+class _Plan:
+    """A coming batch, and its rows, once they are read."""
+
+    def __init__(self, indices: Sequence[int], keys: Keys | None, parts: Callable[[], Parts]) -> None:
+        self.indices, self.keys, self.parts = indices, keys, parts
+        self.is_fed = False  # whether workers load its missing samples
+
+    def missing(self) -> list[int]:
+        """The indices of samples that have no row, each once."""
+        found = np.zeros(len(self.indices), bool)
+        for positions, _ in self.parts():
+            found[positions] = True
+        return list(dict.fromkeys(self.indices[i] for i in np.flatnonzero(~found).tolist()))
+
+
+class Loader:
+    """The batches of a `CachedDataset`, in the order, and with the content, of a `DataLoader`'s.
+
+    See `CachedDataset.loader`. Attributes are those of the `DataLoader` that gives the order.
+
+    Attributes
+    ----------
+    epoch : int
+        The number of the next epoch.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        num_workers: int,
+        collate_fn: Callable[[list[Any]], Any] | None,
+        pin_memory: bool | None,
+        device: str | torch.device | None,
+        rank: int | None,
+        world_size: int | None,
+        workers: dict[str, Any],
+        **order: Any,
+    ) -> None:
+        self.dataset, self.num_workers, self.collate_fn = dataset, num_workers, collate_fn
+        self.device = None if device is None else torch.device(device)
+        is_cuda = self.device is not None and self.device.type == "cuda"
+        self.pin_memory = (is_cuda if pin_memory is None else pin_memory) and torch.cuda.is_available()
+        self.epoch = self._done = 0
+        self._random: Tensor | None = None  # the state of the generator as the epoch began
+        self._resumes = False
+        self._workers = workers
+        indices, where = _Indices(len(dataset)), place()
+        rank = where.rank if rank is None else rank
+        world_size = where.world_size if world_size is None else world_size
+        if world_size > 1 and order["sampler"] is None and order["batch_sampler"] is None:
+            seed = 0 if order["generator"] is None else order["generator"].initial_seed()
+            order["sampler"] = DistributedSampler(
+                indices,
+                world_size,
+                rank,
+                shuffle=bool(order.pop("shuffle")),
+                seed=seed,
+                drop_last=order["drop_last"],
+            )
+        if order["batch_sampler"] is not None:
+            order = {name: order[name] for name in ("batch_sampler", "generator")}
+        elif order["batch_size"] is None:
+            raise OptionError("batch_size=None: a loader makes batches; for single samples, use dataset[i]")
+        self._order: DataLoader[Any] = DataLoader(indices, collate_fn=list, **order)
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._order, name)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the number of the next epoch, also of a sampler that has one."""
+        self.epoch = epoch
+        for sampler in (self._order.sampler, self._order.batch_sampler):
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the current epoch is, for `load_state_dict` of an equal loader, also in another process."""
+        return {"epoch": self.epoch, "batches": self._done, "random": self._random}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Have the next epoch begin after the batches that came before a `state_dict`."""
+        self._done, self._random, self._resumes = state["batches"], state["random"], True
+        self.set_epoch(state["epoch"])
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self._resumes:
+            self._done = 0
+            self.set_epoch(self.epoch)
+        drawn = self._drawn()
+        self._resumes = False
+        with contextlib.closing(_Reading(self, drawn)) as reading:
+            for batch in reading:
+                self._done += 1
+                yield batch
+        self._done, self._random = 0, None
+        self.epoch += 1
+
+    def _drawn(self) -> Iterator[list[int]]:
+        """The indices of each batch that is still to come, drawn as a `DataLoader` does."""
+        generator = self._order.generator
+        read = torch.get_rng_state if generator is None else generator.get_state
+        write = torch.set_rng_state if generator is None else generator.set_state
+        before, rest = read(), None
+        if self._resumes and self._random is not None:
+            write(self._random)
+        else:
+            self._random = before
+        drawn = iter(self._order)
+        for _ in range(self._done + 1):  # the first one draws the order
+            rest = next(drawn, None)
+        if self._resumes and generator is None:
+            write(before)  # others' numbers go on from where they were
+        if rest is not None:
+            yield rest
+            yield from drawn
+
+    def made(self, plan: _Plan, ready: dict[int, Any]) -> Any:
+        """A batch; workers have loaded the samples in `ready`."""
+        dataset, indices = self.dataset, plan.indices
+        store, source, transform = dataset._store, dataset._source, dataset._recipe.transform
+        is_plain = transform is None and self.collate_fn is None
+        with source.holding(ready):
+            if dataset.is_mapped and is_plain:
+                return dataset.output(indices)
+            if is_plain and store is not None and not store.is_verifying:
+                batch = stacked(plan.parts(), len(indices))
+                if batch is not None:
+                    store.tally.add(memory_hits=len(indices))
+                    return batch
+            return (self.collate_fn or default_collate)(dataset.__getitems__(indices))
+
+
+class _Reading:
+    """One epoch of a loader: the batches that come, their rows, and the workers that load samples."""
+
+    def __init__(self, loader: Loader, drawn: Iterator[list[int]]) -> None:
+        self._loader, self._drawn = loader, drawn
+        self._store = loader.dataset._store
+        self._plans = deque[_Plan]()
+        self._unfed = deque[_Plan]()
+        self._samples: Iterator[Any] | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        if self._store is not None and any(tier.is_lasting for tier in self._store.levels.tiers):
+            self._thread = ThreadPoolExecutor(1, "torchcache2 loader")
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            while len(self._plans) <= (_AHEAD if self._thread else 0) and self._draw():
+                pass
+            if not self._plans:
+                return
+            if self._samples is None and self._loader.num_workers and self._plans[0].missing():
+                self._start()
+            plan = self._plans.popleft()
+            if not plan.is_fed:
+                self._unfed.popleft()
+            ready = self._loaded(plan) if plan.is_fed else {}
+            yield self._placed(self._loader.made(plan, ready))
+            self._forget(plan)
+
+    def close(self) -> None:
+        """End the thread and the workers."""
+        self._samples = None
+        if self._thread is not None:
+            self._thread.shutdown(wait=True, cancel_futures=True)
+        for plan in self._plans:
+            self._forget(plan)
+
+    def _forget(self, plan: _Plan) -> None:
+        if plan.keys is not None and self._store is not None:
+            self._store.levels.forget_ahead(plan.keys)
+
+    def _draw(self) -> bool:
+        """Plan one more batch; False if there is none."""
+        indices = next(self._drawn, None)
+        if indices is None:
+            return False
+        indices = [int(index) for index in indices]
+        if self._store is None:
+            plan = _Plan(indices, None, list)
+        else:
+            levels = self._store.levels
+            keys = keys_of(levels.namespace, indices)
+            if isinstance(self._store, MappedStore):
+                read = levels.read_ahead
+            else:
+                read = lambda keys: levels.get(keys).parts  # noqa: E731
+            if self._thread is None:
+                parts = read(keys)
+                plan = _Plan(indices, keys, lambda: parts)
+            else:
+                future: Future[Parts] = self._thread.submit(read, keys)
+                plan = _Plan(indices, keys, future.result)
+        self._plans.append(plan)
+        self._unfed.append(plan)
+        return True
+
+    def _start(self) -> None:
+        """Start the workers."""
+        loader = self._loader
+        workers: DataLoader[Any] = DataLoader(
+            _Loading(loader.dataset._recipe),
+            batch_sampler=_Once(self._feed()),
+            num_workers=loader.num_workers,
+            collate_fn=_as_it_is,
+            generator=torch.Generator(),  # others' generators must not advance
+            **loader._workers,
+        )
+        self._samples = iter(workers)
+
+    def _feed(self) -> Iterator[list[int]]:
+        """The missing samples of each batch, for the workers, as far ahead as these want."""
+        while self._unfed or self._draw():
+            plan = self._unfed.popleft()
+            plan.is_fed = True
+            yield plan.missing()
+
+    def _loaded(self, plan: _Plan) -> dict[int, Any]:
+        """The samples that the workers have loaded for a batch, by index."""
+        assert self._samples is not None
+        parts, others, is_steady = next(self._samples)
+        missing, ready = plan.missing(), {}
+        for positions, rows in parts:
+            for position, sample in zip(positions.tolist(), from_rows(rows), strict=True):
+                ready[missing[position]] = sample
+        ready |= {missing[position]: sample for position, sample in others.items()}
+        if not is_steady and self._store is not None:
+            self._store.moved(missing[0], None)
+        return ready
+
+    def _placed(self, batch: Any) -> Any:
+        loader = self._loader
+        if loader.device is None and not loader.pin_memory:
+            return batch
+
+        def place(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            leaf = leaf.pin_memory() if loader.pin_memory and leaf.device == _CPU else leaf
+            return leaf if loader.device is None else leaf.to(loader.device, non_blocking=loader.pin_memory)
+
+        return mapped(place, batch, objects=True)
+
+
+class _Once:
+    """A sampler that can be read once."""
+
+    def __init__(self, batches: Iterator[list[int]]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._batches
+
+
+def stacked(parts: Parts, count: int) -> Any:
+    """What `default_collate` makes of n samples, from their rows; None if these are not all, or do not stack."""
+    if sum(len(positions) for positions, _ in parts) < count or count == 0:
+        return None
+    rows = joined(parts, count, device=_CPU)
+    if rows is None:
+        return None
+    schema, columns = rows.schema, []
+    kinds, specs = set[Any](), [schema.structure]
+    for spec in specs:  # grows meanwhile
+        kinds.add(spec.type)
+        specs += specs_of(spec)
+    if not kinds <= {None, tuple, list, dict, NumpyArray} or not schema.leaves:
+        return None
+    for leaf, column in zip(schema.leaves, rows.columns, strict=True):
+        if leaf.kind == "tensor":
+            column = column if leaf.stored is leaf.dtype else column.to(leaf.dtype)
+            columns.append(column.movedim(-1, 1) if leaf.channels_last else column)
+        elif leaf.kind in _NUMBERS:
+            columns.append(column.contiguous().view(_NUMBERS[leaf.kind]).view(count))
+        else:
+            return None
+    # The containers are those that it makes of one sample; leaves come in the same order.
+    leaves, structure = pytree.tree_flatten(default_collate(from_rows(Rows(schema, [c[:1] for c in rows.columns], 1))))
+    if [(type(leaf), getattr(leaf, "dtype", None), getattr(leaf, "shape", ())[1:]) for leaf in leaves] != [
+        (Tensor, column.dtype, column.shape[1:]) for column in columns
+    ]:
+        return None
+    return pytree.tree_unflatten(columns, structure)

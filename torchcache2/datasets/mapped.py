@@ -1,0 +1,258 @@
+"""`Mapped`: what a function makes of the samples of a dataset, kept by their names.
+
+It is a `ModuleCache` whose calls get indices instead of inputs: a call whose rows are all there touches no
+sample. Its namespace covers the dataset, the function and what that closes over, and the modes of torch; the
+net, verdicts, claims and bypasses are those of a cached function.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import time
+import types
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate, get_worker_info
+
+from torchcache2.core.errors import NotCachedError, OptionError, OutputError
+from torchcache2.core.keys import Keys
+from torchcache2.core.logs import shown
+from torchcache2.core.settings import CacheSettings
+from torchcache2.core.values import UnstorableError, mapped
+from torchcache2.datasets.identity import as_index, keys_of
+from torchcache2.datasets.source import One, Source
+from torchcache2.datasets.store import Levels, Store
+from torchcache2.datasets.tally import Tally
+from torchcache2.decorator.modulecache import ModuleCache, Owner
+from torchcache2.engine.running import Compiler, Forward, outside
+from torchcache2.engine.stack import TierStack
+from torchcache2.engine.values.outputs import items_of, rows_of, stored
+from torchcache2.identity.arguments import BoundCall, Signature
+from torchcache2.identity.encoding import digest, qualified_name
+from torchcache2.identity.fingerprint import Fingerprint
+
+_GROUP = b"samples by name"
+_CPU = torch.device("cpu")
+KeysOf = Callable[[bytes, Sequence[int]], Keys]
+
+
+def _by_index(indices: Tensor) -> None:
+    """The signature of what is cached."""
+
+
+def _closing_over(function: Callable[..., Any]) -> Callable[..., Any]:
+    def embed(batch: Any) -> Any:
+        return function(batch)
+
+    return embed
+
+
+class Map:
+    """A function of a collated batch of samples, and what it depends on.
+
+    Parameters
+    ----------
+    function : callable
+        A function, bound method, module, or other callable.
+    collate : callable, optional
+        Makes a batch of a list of samples; None: `torch.utils.data.default_collate`.
+    settings : CacheSettings
+        Options that are part of the namespace.
+    samples : Fingerprint
+        Identifies the samples.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[Any], Any],
+        collate: Callable[[list[Any]], Any] | None,
+        settings: CacheSettings,
+        samples: Fingerprint,
+    ) -> None:
+        if not callable(function) or isinstance(function, type):
+            raise OptionError(
+                f"map={shown(function)}: expected a function of a batch of samples, a method, or a module"
+            )
+        self.function, self.collate, self._samples = function, collate, samples
+        self.method, root = "forward", function
+        if isinstance(function, types.MethodType):
+            self.method, root = function.__name__, function.__self__
+        elif not isinstance(function, (types.FunctionType, nn.Module)):
+            root = _closing_over(function)
+        self.root: Any = root
+        self.owner = Owner(None)
+        self.owner.root = weakref.ref(root)
+        self.keeper = keeper = self.owner.keeper(settings)
+        keeper.name = self.title = getattr(function, "__name__", type(function).__name__)
+        if not isinstance(root, types.FunctionType):
+            keeper.methods = {self.method}
+        modes = Signature(_by_index, shared=()).bind((torch.arange(1),), {}).context
+        keeper.beside = {f"samples {name}": data for name, data in samples.parts.items()}
+        keeper.texts = {f"samples {name}": text for name, text in samples.values.items()}
+        keeper.beside["modes of torch"] = self.modes = digest([modes])
+        if collate is not None:
+            keeper.beside["collate_fn"] = self._of_collate(settings)
+        keeper.look(root)
+
+    def _of_collate(self, settings: CacheSettings) -> bytes:
+        collate = self.collate
+        assert collate is not None
+        root = collate if isinstance(collate, types.FunctionType) else _closing_over(collate)
+        keeper = Owner(None).keeper(settings)
+        keeper.look(root)
+        self.keeper.unread += keeper.unread
+        return keeper.fingerprint.namespace
+
+    def of(self, samples: list[Any]) -> Any:
+        """What the function makes of samples, on the host."""
+        return mapped(_on_host, self.function((self.collate or default_collate)(samples)), objects=True)
+
+    @staticmethod
+    def items(output: Any, count: int) -> list[Any]:
+        """What belongs to each of n samples in an output that is not kept."""
+        return [mapped(functools.partial(_item, i, count), output) for i in range(count)]
+
+    def name(self) -> str:
+        """Its qualified name."""
+        function = self.function
+        is_named = inspect.isroutine(function)
+        return qualified_name(function if is_named else type(function))
+
+
+class Mapped(ModuleCache):
+    """The cache of a `Map`, in one process; `source` loads samples, and `keys_of` names them."""
+
+    def __init__(
+        self,
+        made_of: Map,
+        source: Source,
+        keys_of: KeysOf,
+        settings: CacheSettings,
+        tiers: TierStack,
+        description: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        super().__init__(settings, tiers, owner=made_of.owner, names=self._names)
+        self.map, self._source, self._keys_of, self._described = made_of, source, keys_of, description
+
+        def plain(indices: Tensor) -> Any:
+            return self._output_of(indices.tolist())
+
+        self._plain = plain
+        self.bind(made_of.root, plain, made_of.method)
+        self.keeper.name = self.engine.name = made_of.title
+
+    def __call__(self, indices: Sequence[int]) -> Any:
+        """The output for n samples, its tensors on the CPU."""
+        # Parts of the batch need its samples again. Rows have no graph.
+        with self._source.holding(self._source.held() or {}), torch.no_grad():
+            return outside(self._called, torch.from_numpy(np.array(indices, np.int64)))
+
+    def _called(self, compiler: Compiler, indices: Tensor) -> Any:
+        return self.call(Forward(self._plain, compiler), (indices,), {})
+
+    def plainly(self, indices: Sequence[int]) -> Any:
+        """The same without the cache."""
+        with torch.no_grad():
+            return self._output_of(indices)
+
+    def _output_of(self, indices: Sequence[int]) -> Any:
+        samples, is_steady = self._source.load(indices)
+        self.drew |= not is_steady
+        return self.map.of(samples)
+
+    drew = False  # whether samples drew random numbers
+
+    def items(self, output: Any, count: int) -> list[Any]:
+        """The output of each of `count` samples, from that of their batch."""
+        call = self._known.signature.bind((torch.arange(max(1, count)),), {})
+        lists = self._known.lists(self._known.context(self.namespace, call))
+        try:
+            found: list[Any] = [None] * count
+            for positions, rows in stored(rows_of(output, count, lists, device=_CPU)):
+                for position, item in zip(positions.tolist(), items_of(rows), strict=True):
+                    found[position] = item
+            return found
+        except (UnstorableError, OutputError):
+            return self.map.items(output, count)
+
+    def _names(self, namespace: bytes, call: BoundCall) -> Keys:
+        """The keys of a call's samples; under other modes of torch, they have other keys."""
+        keys = self._keys_of(namespace, call.args[0].tolist())
+        data, modes = keys.data, digest([call.context])
+        if modes != self.map.modes:
+            data = data ^ np.frombuffer(modes, np.uint8)
+        return Keys(namespace, data, _GROUP)
+
+    def description(self, namespace: bytes) -> dict[str, Any]:
+        """The description of the samples' namespace."""
+        return dict(self._described())
+
+
+def _on_host(leaf: Any) -> Any:
+    return leaf.cpu() if isinstance(leaf, Tensor) else leaf
+
+
+def _item(position: int, count: int, leaf: Any) -> Any:
+    is_batched = isinstance(leaf, (Tensor, np.ndarray)) and leaf.ndim and len(leaf) == count
+    return leaf[position] if is_batched else leaf
+
+
+class MappedStore(Store):
+    """Finds what a map has made of samples; only where there is a `mapped` is anything made."""
+
+    def __init__(self, name: str, levels: Levels, tally: Tally, source: Source, mapped: Mapped | None) -> None:
+        super().__init__(name, levels, tally, source)
+        self.mapped = mapped
+        levels.counts_found = mapped is not None
+
+    def fetch(self, indices: Sequence[Any], one: One | None = None) -> list[Any]:
+        """What the map makes of n samples; in a worker, an error if it is not there."""
+        plain = [as_index(index) for index in indices]
+        if self.is_making:
+            return self.mapped.items(self.output(plain), len(plain))  # type: ignore[union-attr]
+        sought = self.find(keys_of(self.levels.namespace, plain))
+        if not sought.found.all():
+            missing = plain[int(np.flatnonzero(~sought.found)[0])]
+            raise NotCachedError(
+                f"{self.name}: nothing is kept for sample {missing!r}, and map= runs in the process that made "
+                "the dataset only, not in workers or copies. Fill it with warmup(), or read batches by "
+                "loader(), which runs map where it is called"
+            )
+        self.tally.add(**sought.counts)
+        return sought.samples
+
+    @property
+    def is_making(self) -> bool:
+        """Whether this process runs the map."""
+        return self.mapped is not None and get_worker_info() is None
+
+    def output(self, indices: Sequence[int]) -> Any:
+        """What the map makes of a batch of n samples, found or computed."""
+        mapped, tally = self.mapped, self.tally
+        assert mapped is not None
+        if tally.is_random:
+            tally.add(random=len(indices))
+            return mapped.plainly(indices)
+        drops, counters, start = tally.drops, mapped.engine.counters, time.perf_counter()
+        before = counters.misses, counters.verified, counters.mismatched, counters.seconds_computed
+        output = mapped(indices)
+        seconds = counters.seconds_computed - before[3]
+        tally.add(
+            misses=int(counters.misses - before[0]),
+            verified=counters.verified - before[1],
+            mismatched=counters.mismatched - before[2],
+            nanoseconds=int(seconds * 1e9),
+            spent=int((time.perf_counter() - start - seconds) * 1e9),
+        )
+        if mapped.drew:
+            mapped.drew = False
+            self.moved(indices[0], None)
+        if tally.drops != drops:
+            self.levels.drop(self.levels.namespace)
+        return output
