@@ -8,9 +8,11 @@ samples ahead of need, and `map`, if there is one, runs here.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -19,21 +21,23 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
 
 from torchcache2.core.errors import OptionError
-from torchcache2.core.keys import Keys
+from torchcache2.core.keys import Positions, int_keys
 from torchcache2.core.logs import shown
 from torchcache2.core.private import pytree
 from torchcache2.core.process import place
 from torchcache2.core.rows import Leaf, Parts, Rows, Schema
 from torchcache2.core.values import mapped, specs_of
-from torchcache2.datasets.identity import keys_of
 from torchcache2.datasets.mapped import MappedStore
 from torchcache2.datasets.recipe import Recipe
 from torchcache2.datasets.source import Source
 from torchcache2.engine.values.kinds import NumpyArray
 from torchcache2.engine.values.outputs import joined
 from torchcache2.engine.values.samples import Samples, from_rows
+from torchcache2.files.layout import schema_text
+from torchcache2.files.schema import UnserialisableError, schema_from_json
 
-_AHEAD = 2  # batches that are read before they are needed
+_AHEAD = 2  # blocks that are read before they are needed
+_BLOCK, _MOST_TOGETHER = 8 << 20, 32  # most bytes, and most batches, of a block
 _CPU = torch.device("cpu")
 _NUMBERS = {"int": torch.int64, "float": torch.float64, "bool": torch.bool}
 
@@ -58,31 +62,86 @@ class _Loading(Dataset[Any]):
         self._recipe, self._samples = recipe, Samples()
         self._source: Source | None = None
 
-    def __getitems__(self, indices: Sequence[Any]) -> tuple[Parts, dict[int, Any], bool]:
+    def __getitems__(self, indices: Sequence[Any]) -> tuple[list[Any], dict[int, Any], bool]:
         if self._source is None:
             self._source = self._recipe.source()
         samples, is_steady = self._source.load(indices)
         batch = self._samples.to_rows(samples)
-        return list(batch.parts), {i: samples[i] for i in batch.refused}, is_steady
+        parts, others = [], set(batch.refused)
+        for positions, rows in batch.parts:
+            try:
+                parts.append((positions, schema_text(rows.schema), rows.columns))
+            except UnserialisableError:
+                others.update(positions.tolist())
+        return parts, {i: samples[i] for i in others}, is_steady
 
 
 def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-class _Plan:
-    """A coming batch, and its rows, once they are read."""
+class _Block:
+    """Some coming batches, whose rows are read together.
 
-    def __init__(self, indices: Sequence[int], keys: Keys | None, parts: Callable[[], Parts]) -> None:
-        self.indices, self.keys, self.parts = indices, keys, parts
+    Attributes
+    ----------
+    indices : ndarray of int64, shape (n,)
+        Of all of their samples.
+    computation : Computation or None
+        With a map, the call that asks for all of them; None if it cannot be cached.
+    """
+
+    def __init__(self, indices: Positions, computation: Any, parts: Callable[[], Parts]) -> None:
+        self.indices, self.computation, self._read = indices, computation, parts
+        self._parts: Parts | None = None
+        self.is_found = np.zeros(len(indices), bool)
+
+    @property
+    def parts(self) -> Parts:
+        """The rows that were found, once they are read."""
+        if self._parts is None:
+            self._parts = self._read()
+            for positions, _ in self._parts:
+                self.is_found[positions] = True
+        return self._parts
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of these rows."""
+        return sum(len(rows) * rows.schema.row_bytes for _, rows in self.parts)
+
+
+class _Plan:
+    """A coming batch: the samples of a block from `start` to `end`."""
+
+    def __init__(self, block: _Block, start: int, end: int) -> None:
+        self.block, self.start, self.end = block, start, end
+        self.indices: list[int] = block.indices[start:end].tolist()
         self.is_fed = False  # whether workers load its missing samples
+
+    def __len__(self) -> int:
+        return self.end - self.start
 
     def missing(self) -> list[int]:
         """The indices of samples that have no row, each once."""
-        found = np.zeros(len(self.indices), bool)
-        for positions, _ in self.parts():
-            found[positions] = True
-        return list(dict.fromkeys(self.indices[i] for i in np.flatnonzero(~found).tolist()))
+        assert self.block.parts is not None
+        absent = np.flatnonzero(~self.block.is_found[self.start : self.end]).tolist()
+        return list(dict.fromkeys([self.indices[i] for i in absent]))
+
+    def parts(self) -> Parts:
+        """The rows that were found."""
+        found = []
+        for positions, rows in self.block.parts:
+            where = np.flatnonzero((positions >= self.start) & (positions < self.end))
+            if len(where):
+                first, last = int(where[0]), int(where[-1]) + 1
+                if last - first == len(where):
+                    columns = [column[first:last] for column in rows.columns]
+                    some = Rows(rows.schema, columns, len(where))
+                else:
+                    some = rows.take(torch.from_numpy(where))
+                found.append((positions[where] - self.start, some))
+        return found
 
 
 class Loader:
@@ -117,6 +176,7 @@ class Loader:
         self._random: Tensor | None = None  # the state of the generator as the epoch began
         self._resumes = False
         self._workers = workers
+        self._stackings: dict[Schema, Callable[[Rows], Any]] = {}
         indices, where = _Indices(len(dataset)), place()
         rank = where.rank if rank is None else rank
         world_size = where.world_size if world_size is None else world_size
@@ -197,15 +257,34 @@ class Loader:
         dataset, indices = self.dataset, plan.indices
         store, source, transform = dataset._store, dataset._source, dataset._recipe.transform
         is_plain = transform is None and self.collate_fn is None
+        rows = joined(plan.parts(), len(plan), device=_CPU) if is_plain and not plan.missing() else None
+        if rows is not None and len(plan):
+            for batch in self._found(plan, rows):
+                return batch
         with source.holding(ready):
-            if dataset.is_mapped and is_plain:
+            if is_plain and dataset.is_mapped:
                 return dataset.output(indices)
-            if is_plain and store is not None and not store.is_verifying:
-                batch = stacked(plan.parts(), len(indices))
-                if batch is not None:
-                    store.tally.add(memory_hits=len(indices))
-                    return batch
             return (self.collate_fn or default_collate)(dataset.__getitems__(indices))
+
+    def _found(self, plan: _Plan, rows: Rows) -> list[Any]:
+        """The batch of these rows in a list; empty if it must be made in another way."""
+        store, block = self.dataset._store, plan.block
+        if isinstance(store, MappedStore):
+            if store.mapped is None or block.computation is None:
+                return []
+            return store.mapped.found(block.computation, slice(plan.start, plan.end), rows)
+        batch = None if store.is_verifying else self._stacked(rows)
+        if batch is None:
+            return []
+        store.tally.add(memory_hits=len(plan))
+        return [batch]
+
+    def _stacked(self, rows: Rows) -> Any:
+        """What `default_collate` makes of these samples; None if it is not known how."""
+        known = self._stackings.get(rows.schema)
+        if known is None:
+            known = self._stackings[rows.schema] = stacking(rows)
+        return known(rows)
 
 
 class _Reading:
@@ -217,13 +296,14 @@ class _Reading:
         self._plans = deque[_Plan]()
         self._unfed = deque[_Plan]()
         self._samples: Iterator[Any] | None = None
+        self._together = 1  # batches whose rows are read together
         self._thread: ThreadPoolExecutor | None = None
         if self._store is not None and any(tier.is_lasting for tier in self._store.levels.tiers):
             self._thread = ThreadPoolExecutor(1, "torchcache2 loader")
 
     def __iter__(self) -> Iterator[Any]:
         while True:
-            while len(self._plans) <= (_AHEAD if self._thread else 0) and self._draw():
+            while len(self._plans) <= (_AHEAD * self._together if self._thread else 0) and self._draw():
                 pass
             if not self._plans:
                 return
@@ -234,43 +314,37 @@ class _Reading:
                 self._unfed.popleft()
             ready = self._loaded(plan) if plan.is_fed else {}
             yield self._placed(self._loader.made(plan, ready))
-            self._forget(plan)
+            size = plan.block.nbytes * len(plan) // max(1, len(plan.block.indices))
+            self._together = max(1, min(_MOST_TOGETHER, _BLOCK // max(1, size)))
 
     def close(self) -> None:
         """End the thread and the workers."""
         self._samples = None
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)
-        for plan in self._plans:
-            self._forget(plan)
-
-    def _forget(self, plan: _Plan) -> None:
-        if plan.keys is not None and self._store is not None:
-            self._store.levels.forget_ahead(plan.keys)
 
     def _draw(self) -> bool:
-        """Plan one more batch; False if there is none."""
-        indices = next(self._drawn, None)
-        if indices is None:
+        """Plan some more batches; False if there are none."""
+        batches = [np.array(one, np.int64) for one in islice(self._drawn, self._together)]
+        if not batches:
             return False
-        indices = [int(index) for index in indices]
-        if self._store is None:
-            plan = _Plan(indices, None, list)
-        else:
-            levels = self._store.levels
-            keys = keys_of(levels.namespace, indices)
-            if isinstance(self._store, MappedStore):
-                read = levels.read_ahead
-            else:
-                read = lambda keys: levels.get(keys).parts  # noqa: E731
+        indices, store, computation = np.concatenate(batches), self._store, None
+        parts: Callable[[], Parts] = list
+        if store is not None:
+            levels = store.levels
+            if isinstance(store, MappedStore) and store.is_making:
+                computation = store.mapped.asked(indices)  # type: ignore[union-attr]
+            keys = int_keys(levels.namespace, indices) if computation is None else computation.keys
             if self._thread is None:
-                parts = read(keys)
-                plan = _Plan(indices, keys, lambda: parts)
+                read = list(levels.get(keys).parts)
+                parts = lambda: read  # noqa: E731
             else:
-                future: Future[Parts] = self._thread.submit(read, keys)
-                plan = _Plan(indices, keys, future.result)
-        self._plans.append(plan)
-        self._unfed.append(plan)
+                parts = self._thread.submit(lambda: list(levels.get(keys).parts)).result
+        block, start = _Block(indices, computation, parts), 0
+        for one in batches:
+            plan = _Plan(block, start, start := start + len(one))
+            self._plans.append(plan)
+            self._unfed.append(plan)
         return True
 
     def _start(self) -> None:
@@ -298,7 +372,8 @@ class _Reading:
         assert self._samples is not None
         parts, others, is_steady = next(self._samples)
         missing, ready = plan.missing(), {}
-        for positions, rows in parts:
+        for positions, text, columns in parts:
+            rows = Rows(schema_from_json(json.loads(text)), columns, len(positions))
             for position, sample in zip(positions.tolist(), from_rows(rows), strict=True):
                 ready[missing[position]] = sample
         ready |= {missing[position]: sample for position, sample in others.items()}
@@ -330,32 +405,37 @@ class _Once:
         return self._batches
 
 
-def stacked(parts: Parts, count: int) -> Any:
-    """What `default_collate` makes of n samples, from their rows; None if these are not all, or do not stack."""
-    if sum(len(positions) for positions, _ in parts) < count or count == 0:
-        return None
-    rows = joined(parts, count, device=_CPU)
-    if rows is None:
-        return None
-    schema, columns = rows.schema, []
+def stacking(rows: Rows) -> Callable[[Rows], Any]:
+    """Makes of n rows of this schema what `default_collate` makes of their samples; None: that is unknown.
+
+    Rows are columns already; what is still to be known are the containers, which are those of one sample.
+    """
+    schema = rows.schema
     kinds, specs = set[Any](), [schema.structure]
     for spec in specs:  # grows meanwhile
         kinds.add(spec.type)
         specs += specs_of(spec)
-    if not kinds <= {None, tuple, list, dict, NumpyArray} or not schema.leaves:
-        return None
-    for leaf, column in zip(schema.leaves, rows.columns, strict=True):
-        if leaf.kind == "tensor":
-            column = column if leaf.stored is leaf.dtype else column.to(leaf.dtype)
-            columns.append(column.movedim(-1, 1) if leaf.channels_last else column)
-        elif leaf.kind in _NUMBERS:
-            columns.append(column.contiguous().view(_NUMBERS[leaf.kind]).view(count))
-        else:
-            return None
-    # The containers are those that it makes of one sample; leaves come in the same order.
-    leaves, structure = pytree.tree_flatten(default_collate(from_rows(Rows(schema, [c[:1] for c in rows.columns], 1))))
-    if [(type(leaf), getattr(leaf, "dtype", None), getattr(leaf, "shape", ())[1:]) for leaf in leaves] != [
-        (Tensor, column.dtype, column.shape[1:]) for column in columns
-    ]:
-        return None
-    return pytree.tree_unflatten(columns, structure)
+    are_known = all(leaf.kind == "tensor" or leaf.kind in _NUMBERS for leaf in schema.leaves)
+    if not (kinds <= {None, tuple, list, dict, NumpyArray} and are_known and schema.leaves):
+        return _unknown
+    one = default_collate(from_rows(Rows(schema, [column[:1] for column in rows.columns], 1)))
+    leaves, structure = pytree.tree_flatten(one)
+
+    def stacked(rows: Rows) -> Any:
+        columns = [_column(leaf, column) for leaf, column in zip(schema.leaves, rows.columns, strict=True)]
+        return pytree.tree_unflatten(columns, structure)
+
+    first, _ = pytree.tree_flatten(stacked(Rows(schema, [column[:1] for column in rows.columns], 1)))
+    forms = [[(type(leaf), leaf.dtype, leaf.shape) for leaf in some if type(leaf) is Tensor] for some in (leaves, first)]
+    return stacked if forms[0] == forms[1] and len(forms[0]) == len(leaves) else _unknown
+
+
+def _unknown(rows: Rows) -> None:
+    return None
+
+
+def _column(leaf: Leaf, column: Tensor) -> Tensor:
+    if leaf.kind != "tensor":
+        return column.contiguous().view(_NUMBERS[leaf.kind]).view(len(column))
+    column = column if leaf.stored is leaf.dtype else column.to(leaf.dtype)
+    return column.movedim(-1, 1) if leaf.channels_last else column

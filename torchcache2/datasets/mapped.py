@@ -7,6 +7,7 @@ net, verdicts, claims and bypasses are those of a cached function.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import time
@@ -21,25 +22,31 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate, get_worker_info
 
 from torchcache2.core.errors import NotCachedError, OptionError, OutputError
-from torchcache2.core.keys import Keys
+from torchcache2.core.keys import Keys, Positions
 from torchcache2.core.logs import shown
-from torchcache2.core.settings import CacheSettings
+from torchcache2.core.rows import Rows
+from torchcache2.core.settings import CacheSettings, disabled_by_environment
 from torchcache2.core.values import UnstorableError, mapped
 from torchcache2.datasets.identity import as_index, keys_of
 from torchcache2.datasets.source import One, Source
 from torchcache2.datasets.store import Levels, Store
 from torchcache2.datasets.tally import Tally
+from torchcache2.decorator.bypass import BypassError
+from torchcache2.decorator.forward import Computation
 from torchcache2.decorator.modulecache import ModuleCache, Owner
+from torchcache2.decorator.probe import CallChecks
+from torchcache2.decorator.tracing import is_traced
+from torchcache2.engine.batch import Batch
 from torchcache2.engine.running import Compiler, Forward, outside
 from torchcache2.engine.stack import TierStack
-from torchcache2.engine.values.outputs import items_of, rows_of, stored
+from torchcache2.engine.values.outputs import found, items_of, output_of, rows_of, stored
 from torchcache2.identity.arguments import BoundCall, Signature
 from torchcache2.identity.encoding import digest, qualified_name
 from torchcache2.identity.fingerprint import Fingerprint
 
 _GROUP = b"samples by name"
 _CPU = torch.device("cpu")
-KeysOf = Callable[[bytes, Sequence[int]], Keys]
+KeysOf = Callable[[bytes, Positions], Keys]
 
 
 def _by_index(indices: Tensor) -> None:
@@ -156,6 +163,36 @@ class Mapped(ModuleCache):
     def _called(self, compiler: Compiler, indices: Tensor) -> Any:
         return self.call(Forward(self._plain, compiler), (indices,), {})
 
+    def asked(self, indices: Positions) -> Computation | None:
+        """The call for n samples, as the module is now; None if it cannot be cached."""
+        is_passed = self._known.runner.is_inside or not self.settings.enabled or self.settings.verify > 0.0
+        if is_passed or is_traced() or disabled_by_environment():
+            return None
+        forward = Forward(self._plain)
+        with torch.no_grad(), contextlib.suppress(BypassError):
+            return self._computation(self.living_root(), forward, (torch.from_numpy(indices),), {})
+        return None
+
+    def found(self, asked: Computation, some: slice, rows: Rows) -> list[Any]:
+        """The output for some of the samples of a call, in a list, from their rows; empty if a check is due."""
+        start, keys = time.perf_counter(), asked.keys
+        keys, checks = Keys(keys.namespace, keys.data[some], keys.group), asked.checks
+        if isinstance(checks, CallChecks):
+            try:
+                checks = checks.of(keys)
+            except BypassError:
+                return []
+            if checks.is_due(len(keys)):
+                return []
+        try:
+            output = output_of(found(rows), device=_CPU)
+        except Exception:  # rows that disagree about a value of the whole batch
+            return []
+        spent = time.perf_counter() - start
+        self.engine.counters.count(hits=len(keys), misses=0, computed=0, seconds=0.0, spent=spent)
+        checks.settle(Batch(keys, asked, self.settings), spent)
+        return [output]
+
     def plainly(self, indices: Sequence[int]) -> Any:
         """The same without the cache."""
         with torch.no_grad():
@@ -173,17 +210,17 @@ class Mapped(ModuleCache):
         call = self._known.signature.bind((torch.arange(max(1, count)),), {})
         lists = self._known.lists(self._known.context(self.namespace, call))
         try:
-            found: list[Any] = [None] * count
+            items: list[Any] = [None] * count
             for positions, rows in stored(rows_of(output, count, lists, device=_CPU)):
                 for position, item in zip(positions.tolist(), items_of(rows), strict=True):
-                    found[position] = item
-            return found
+                    items[position] = item
+            return items
         except (UnstorableError, OutputError):
             return self.map.items(output, count)
 
     def _names(self, namespace: bytes, call: BoundCall) -> Keys:
         """The keys of a call's samples; under other modes of torch, they have other keys."""
-        keys = self._keys_of(namespace, call.args[0].tolist())
+        keys = self._keys_of(namespace, call.args[0].numpy())
         data, modes = keys.data, digest([call.context])
         if modes != self.map.modes:
             data = data ^ np.frombuffer(modes, np.uint8)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchcache2.core.errors import OptionError
+from torchcache2.core.keys import int_keys
 from torchcache2.core.logs import listed
 from torchcache2.core.private import is_given_work
 from torchcache2.core.settings import CacheSettings, disabled_by_environment
@@ -17,7 +18,6 @@ from torchcache2.datasets.identity import (
     document_of,
     identify,
     identify_prefix,
-    keys_of,
     length_of,
 )
 from torchcache2.datasets.mapped import Map, Mapped, MappedStore
@@ -169,7 +169,7 @@ class Recipe:
         mapped = None
         if self.map is not None:
             settings = self.settings.replace({"verify": self.verify})
-            mapped = Mapped(self.map, source, keys_of, settings, levels, lambda: self.document)
+            mapped = Mapped(self.map, source, int_keys, settings, levels, lambda: self.document)
         return MappedStore(self.title, levels, self.tally, source, mapped)
 
     def levels(self, **options: Any) -> Levels:

@@ -235,6 +235,10 @@ class CallChecks(Checks):
         self._what = _MISSED
         self._is_checked = self._is_first = False
 
+    def of(self, keys: Keys) -> CallChecks:
+        """The checks of another call of this kind."""
+        return CallChecks(self._probes, self.kind, keys, self._may_run)
+
     @property
     def is_first_batch(self) -> bool:
         """Whether this run has kept no rows of such calls yet."""

@@ -101,7 +101,6 @@ class TierStack:
         self._lock = ProcessLock(threading.RLock)  # reentrant: the garbage collector may close a cache
         self._users = Users()  # separate: tiers refer to it, but must not keep the stack alive
         self._tiers: Sequence[Tier] = ()
-        self._ahead: dict[tuple[bytes, bytes], Parts] = {}  # rows of coming batches, by their keys
         self._drops: dict[bytes, object] = {}  # a new object after each drop of a namespace
         self._drops_forgotten = object()  # a new object whenever `_drops` is emptied
         self._finalizer: Any = None
@@ -139,34 +138,11 @@ class TierStack:
 
         Each tier looks for what the faster ones lack, and offers them the rows that it finds.
         """
-        ahead = self._ahead.pop(_name(keys), None) if self._ahead else None
-        if ahead is None:
-            return Found(merged(list(chain.from_iterable(self.found(keys)))))
-        missing = np.ones(len(keys), bool)
-        for positions, _ in ahead:
-            missing[positions] = False
-        rest = np.flatnonzero(missing)
-        if len(rest):
-            others = chain.from_iterable(self.found(keys.take(rest)))
-            ahead = merged([*ahead, *((rest[positions], rows) for positions, rows in others)])
-        return Found(ahead)
+        return Found(merged(list(chain.from_iterable(self.found(keys)))))
 
     def found(self, keys: Keys) -> list[Parts]:
         """The parts that `get` merges, by tier."""
         return self._found(self.tiers, keys)
-
-    def read_ahead(self, keys: Keys) -> Parts:
-        """The rows of a coming batch, which the `get` of these keys then returns, unless they are dropped."""
-        before = self._last_drop(keys.namespace)
-        parts = merged(list(chain.from_iterable(self.found(keys))))
-        self._ahead[_name(keys)] = parts
-        if self._last_drop(keys.namespace) != before:
-            self.forget_ahead(keys)
-        return parts
-
-    def forget_ahead(self, keys: Keys) -> None:
-        """Forget the rows that were read ahead for a batch, if `get` was not called."""
-        self._ahead.pop(_name(keys), None)
 
     def _found(self, tiers: Sequence[Tier], keys: Keys) -> list[Parts]:
         before = self._last_drop(keys.namespace)
@@ -239,8 +215,6 @@ class TierStack:
                 self._drops_forgotten = object()  # first, as `_last_drop` reads it last
                 self._drops = {}
             self._drops[namespace] = object()
-        for name in [name for name in list(self._ahead) if name[0] == namespace]:
-            self._ahead.pop(name, None)
 
     def _last_drop(self, namespace: bytes) -> tuple[object, object]:
         """A value that changes with each drop of a namespace."""
@@ -280,10 +254,6 @@ class TierStack:
             finalizer()
         if opened is not None:
             opened.close()
-
-
-def _name(keys: Keys) -> tuple[bytes, bytes]:
-    return keys.namespace, keys.data.tobytes()
 
 
 def has_any(tiers: Sequence[Tier], keys: Keys) -> Flags:
