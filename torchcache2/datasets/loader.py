@@ -103,6 +103,10 @@ class _Block:
             self._parts = self._read()
             for positions, _ in self._parts:
                 self.is_found[positions] = True
+            if len(self._parts) > 1 and self.is_found.all():
+                rows = joined(self._parts, len(self.indices), device=_CPU)
+                if rows is not None:
+                    self._parts = [(np.arange(len(rows)), rows)]
         return self._parts
 
     @property
@@ -124,24 +128,24 @@ class _Plan:
 
     def missing(self) -> list[int]:
         """The indices of samples that have no row, each once."""
-        assert self.block.parts is not None
         absent = np.flatnonzero(~self.block.is_found[self.start : self.end]).tolist()
         return list(dict.fromkeys([self.indices[i] for i in absent]))
 
-    def parts(self) -> Parts:
-        """The rows that were found."""
-        found = []
-        for positions, rows in self.block.parts:
-            where = np.flatnonzero((positions >= self.start) & (positions < self.end))
+    def rows(self) -> Rows | None:
+        """The rows of the batch, if they stack, and all were found."""
+        start, end = self.start, self.end
+        if start == end or not self.block.is_found[start:end].all():
+            return None
+        parts = self.block.parts
+        if len(parts) == 1 and len(parts[0][0]) == len(self.block.indices):
+            rows = parts[0][1]
+            return Rows(rows.schema, [column[start:end] for column in rows.columns], len(self))
+        some = []
+        for positions, rows in parts:
+            where = np.flatnonzero((positions >= start) & (positions < end))
             if len(where):
-                first, last = int(where[0]), int(where[-1]) + 1
-                if last - first == len(where):
-                    columns = [column[first:last] for column in rows.columns]
-                    some = Rows(rows.schema, columns, len(where))
-                else:
-                    some = rows.take(torch.from_numpy(where))
-                found.append((positions[where] - self.start, some))
-        return found
+                some.append((positions[where] - start, rows.take(torch.from_numpy(where))))
+        return joined(some, len(self), device=_CPU)
 
 
 class Loader:
@@ -257,10 +261,9 @@ class Loader:
         dataset, indices = self.dataset, plan.indices
         store, source, transform = dataset._store, dataset._source, dataset._recipe.transform
         is_plain = transform is None and self.collate_fn is None
-        rows = joined(plan.parts(), len(plan), device=_CPU) if is_plain and not plan.missing() else None
-        if rows is not None and len(plan):
-            for batch in self._found(plan, rows):
-                return batch
+        rows = plan.rows() if is_plain else None
+        for batch in self._found(plan, rows) if rows is not None else ():
+            return batch
         with source.holding(ready):
             if is_plain and dataset.is_mapped:
                 return dataset.output(indices)
@@ -307,9 +310,11 @@ class _Reading:
                 pass
             if not self._plans:
                 return
-            if self._samples is None and self._loader.num_workers and self._plans[0].missing():
+            plan = self._plans[0]
+            assert plan.block.parts is not None  # wait until they are read
+            if self._samples is None and self._loader.num_workers and plan.missing():
                 self._start()
-            plan = self._plans.popleft()
+            self._plans.popleft()
             if not plan.is_fed:
                 self._unfed.popleft()
             ready = self._loaded(plan) if plan.is_fed else {}
@@ -365,6 +370,7 @@ class _Reading:
         while self._unfed or self._draw():
             plan = self._unfed.popleft()
             plan.is_fed = True
+            assert plan.block.parts is not None
             yield plan.missing()
 
     def _loaded(self, plan: _Plan) -> dict[int, Any]:
