@@ -35,6 +35,7 @@ from torchcache2.engine.values.outputs import joined
 from torchcache2.engine.values.samples import Samples, from_rows
 from torchcache2.files.layout import schema_text
 from torchcache2.files.schema import UnserialisableError, schema_from_json
+from torchcache2.identity.encoding import digest
 
 _AHEAD = 2  # blocks that are read before they are needed
 _BLOCK, _MOST_TOGETHER = 8 << 20, 32  # most bytes, and most batches, of a block
@@ -177,16 +178,17 @@ class Loader:
         is_cuda = self.device is not None and self.device.type == "cuda"
         self.pin_memory = (is_cuda if pin_memory is None else pin_memory) and torch.cuda.is_available()
         self.epoch = self._done = 0
-        self._random: Tensor | None = None  # the state of the generator as the epoch began
+        self._random: list[Tensor] = []  # the states of the generators as the epoch began
         self._resumes = False
         self._workers = workers
         self._stackings: dict[Schema, Callable[[Rows], Any]] = {}
         indices, where = _Indices(len(dataset)), place()
+        self._own: DistributedSampler[Any] | None = None  # its epochs are ours
         rank = where.rank if rank is None else rank
         world_size = where.world_size if world_size is None else world_size
         if world_size > 1 and order["sampler"] is None and order["batch_sampler"] is None:
             seed = 0 if order["generator"] is None else order["generator"].initial_seed()
-            order["sampler"] = DistributedSampler(
+            order["sampler"] = self._own = DistributedSampler(
                 indices,
                 world_size,
                 rank,
@@ -194,11 +196,15 @@ class Loader:
                 seed=seed,
                 drop_last=order["drop_last"],
             )
-        if order["batch_sampler"] is not None:
-            order = {name: order[name] for name in ("batch_sampler", "generator")}
-        elif order["batch_size"] is None:
+        if order["batch_size"] is None and order["batch_sampler"] is None:
             raise OptionError("batch_size=None: a loader makes batches; for single samples, use dataset[i]")
         self._order: DataLoader[Any] = DataLoader(indices, collate_fn=list, **order)
+        batches = self._order.batch_sampler
+        samplers = {id(one): one for one in (self._order.sampler, batches, getattr(batches, "sampler", None))}
+        self._samplers = [one for one in samplers.values() if hasattr(one, "set_epoch")]
+        found = [self._order, *samplers.values()]
+        generators = [torch.default_generator, *(getattr(one, "generator", None) for one in found)]
+        self._generators = [*{id(one): one for one in generators if isinstance(one, torch.Generator)}.values()]
 
     def __len__(self) -> int:
         return len(self._order)
@@ -209,52 +215,51 @@ class Loader:
         return getattr(self._order, name)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next epoch, also of a sampler that has one."""
+        """Set the number of the next epoch, also of samplers that have one."""
         self.epoch = epoch
-        for sampler in (self._order.sampler, self._order.batch_sampler):
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(epoch)
+        for sampler in self._samplers:
+            sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the current epoch is, for `load_state_dict` of an equal loader, also in another process."""
-        return {"epoch": self.epoch, "batches": self._done, "random": self._random}
+        random = self._random if self._done else [one.get_state() for one in self._generators]
+        epochs = [getattr(sampler, "epoch", self.epoch) for sampler in self._samplers]
+        return {"epoch": self.epoch, "batches": self._done, "random": random, "samplers": epochs}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Have the next epoch begin after the batches that came before a `state_dict`."""
-        self._done, self._random, self._resumes = state["batches"], state["random"], True
-        self.set_epoch(state["epoch"])
+        self.epoch, self._done, self._random = state["epoch"], state["batches"], state["random"]
+        self._resumes = self._done > 0
+        for sampler, epoch in zip(self._samplers, state["samplers"], strict=True):
+            sampler.set_epoch(epoch)
+        for generator, random in zip(self._generators[1:], self._random[1:], strict=True):
+            generator.set_state(random)
 
     def __iter__(self) -> Iterator[Any]:
+        ours, before = self._generators[0], self._generators[0].get_state()
+        drawn = iter(self._order)  # draws now what a `DataLoader` draws now
         if not self._resumes:
             self._done = 0
-            self.set_epoch(self.epoch)
-        drawn = self._drawn()
-        self._resumes = False
-        with contextlib.closing(_Reading(self, drawn)) as reading:
-            for batch in reading:
-                self._done += 1
-                yield batch
-        self._done, self._random = 0, None
-        self.epoch += 1
-
-    def _drawn(self) -> Iterator[list[int]]:
-        """The indices of each batch that is still to come, drawn as a `DataLoader` does."""
-        generator = self._order.generator
-        read = torch.get_rng_state if generator is None else generator.get_state
-        write = torch.set_rng_state if generator is None else generator.set_state
-        before, rest = read(), None
-        if self._resumes and self._random is not None:
-            write(self._random)
+            self.epoch = self.epoch if self._own is None else self._own.epoch
         else:
-            self._random = before
-        drawn = iter(self._order)
-        for _ in range(self._done + 1):  # the first one draws the order
-            rest = next(drawn, None)
-        if self._resumes and generator is None:
-            write(before)  # others' numbers go on from where they were
-        if rest is not None:
-            yield rest
-            yield from drawn
+            for generator, random in zip(self._generators, self._random, strict=True):
+                generator.set_state(random)
+            for _ in range(self._done):
+                next(drawn, None)
+            ours.set_state(before)  # others' numbers go on from where they were
+        self._resumes = False
+        return self._batches(drawn, self._done, self.epoch)
+
+    def _batches(self, drawn: Iterator[list[int]], done: int, epoch: int) -> Iterator[Any]:
+        if done == 0:
+            self._random = [generator.get_state() for generator in self._generators]
+        with contextlib.closing(_Reading(self, drawn, self._random)) as reading:
+            for batch in reading:
+                self._done = done = done + 1
+                yield batch
+        self._done, self.epoch = 0, epoch + 1
+        if self._own is not None:
+            self._own.set_epoch(self.epoch)
 
     def made(self, plan: _Plan, ready: dict[int, Any]) -> Any:
         """A batch; workers have loaded the samples in `ready`."""
@@ -293,8 +298,8 @@ class Loader:
 class _Reading:
     """One epoch of a loader: the batches that come, their rows, and the workers that load samples."""
 
-    def __init__(self, loader: Loader, drawn: Iterator[list[int]]) -> None:
-        self._loader, self._drawn = loader, drawn
+    def __init__(self, loader: Loader, drawn: Iterator[list[int]], random: list[Tensor]) -> None:
+        self._loader, self._drawn, self._random = loader, drawn, random
         self._store = loader.dataset._store
         self._plans = deque[_Plan]()
         self._unfed = deque[_Plan]()
@@ -360,10 +365,15 @@ class _Reading:
             batch_sampler=_Once(self._feed()),
             num_workers=loader.num_workers,
             collate_fn=_as_it_is,
-            generator=torch.Generator(),  # others' generators must not advance
+            generator=torch.Generator().manual_seed(self._seed()),  # others' generators must not advance
             **loader._workers,
         )
         self._samples = iter(workers)
+
+    def _seed(self) -> int:
+        """A seed for what the samples draw in workers, another one in each epoch."""
+        states = [random.numpy().tobytes() for random in self._random]
+        return int.from_bytes(digest([*states, str(self._loader._done).encode()])[:7], "little")
 
     def _feed(self) -> Iterator[list[int]]:
         """The missing samples of each batch, for the workers, as far ahead as these want."""
