@@ -12,7 +12,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -25,11 +25,12 @@ from torchcache2.core.keys import Positions, int_keys
 from torchcache2.core.logs import shown
 from torchcache2.core.private import pytree
 from torchcache2.core.process import place
-from torchcache2.core.rows import Leaf, Parts, Rows, Schema
+from torchcache2.core.rows import Leaf, Parts, Rows, Schema, merged
 from torchcache2.core.values import mapped, specs_of
 from torchcache2.datasets.mapped import MappedStore
 from torchcache2.datasets.recipe import Recipe
 from torchcache2.datasets.source import Source
+from torchcache2.datasets.store import Store
 from torchcache2.engine.values.kinds import NumpyArray
 from torchcache2.engine.values.outputs import joined
 from torchcache2.engine.values.samples import Samples, from_rows
@@ -88,27 +89,33 @@ class _Block:
     ----------
     indices : ndarray of int64, shape (n,)
         Of all of their samples.
+    parts : list of tuple
+        The rows that were found, after `wait`.
+    tiers : ndarray of int, shape (n,)
+        The tier that each was found in; -1: none.
     computation : Computation or None
         With a map, the call that asks for all of them; None if it cannot be cached.
     """
 
-    def __init__(self, indices: Positions, computation: Any, parts: Callable[[], Parts]) -> None:
-        self.indices, self.computation, self._read = indices, computation, parts
-        self._parts: Parts | None = None
-        self.is_found = np.zeros(len(indices), bool)
+    def __init__(self, indices: Positions, computation: Any, found: Callable[[], list[Parts]]) -> None:
+        self.indices, self.computation = indices, computation
+        self._found: Callable[[], list[Parts]] | None = found
+        self.tiers = np.full(len(indices), -1)
+        self.parts: Parts = []
 
-    @property
-    def parts(self) -> Parts:
-        """The rows that were found, once they are read."""
-        if self._parts is None:
-            self._parts = self._read()
-            for positions, _ in self._parts:
-                self.is_found[positions] = True
-            if len(self._parts) > 1 and self.is_found.all():
-                rows = joined(self._parts, len(self.indices), device=_CPU)
-                if rows is not None:
-                    self._parts = [(np.arange(len(rows)), rows)]
-        return self._parts
+    def wait(self) -> None:
+        """Return once its rows are read."""
+        if self._found is None:
+            return
+        found, self._found = self._found(), None
+        for depth, parts in enumerate(found):
+            for positions, _ in parts:
+                self.tiers[positions] = depth
+        self.parts = merged(list(chain.from_iterable(found)))
+        if len(self.parts) > 1 and (self.tiers >= 0).all():
+            rows = joined(self.parts, len(self.indices), device=_CPU)
+            if rows is not None:
+                self.parts = [(np.arange(len(rows)), rows)]
 
     @property
     def nbytes(self) -> int:
@@ -129,13 +136,13 @@ class _Plan:
 
     def missing(self) -> list[int]:
         """The indices of samples that have no row, each once."""
-        absent = np.flatnonzero(~self.block.is_found[self.start : self.end]).tolist()
+        absent = np.flatnonzero(self.block.tiers[self.start : self.end] < 0).tolist()
         return list(dict.fromkeys([self.indices[i] for i in absent]))
 
     def rows(self) -> Rows | None:
         """The rows of the batch, if they stack, and all were found."""
         start, end = self.start, self.end
-        if start == end or not self.block.is_found[start:end].all():
+        if start == end or (self.block.tiers[start:end] < 0).any():
             return None
         parts = self.block.parts
         if len(parts) == 1 and len(parts[0][0]) == len(self.block.indices):
@@ -276,16 +283,17 @@ class Loader:
 
     def _found(self, plan: _Plan, rows: Rows) -> list[Any]:
         """The batch of these rows in a list; empty if it must be made in another way."""
-        store, block = self.dataset._store, plan.block
+        store, block, batches = self.dataset._store, plan.block, list[Any]()
         if isinstance(store, MappedStore):
-            if store.mapped is None or block.computation is None:
-                return []
-            return store.mapped.found(block.computation, slice(plan.start, plan.end), rows)
-        batch = None if store.is_verifying else self._stacked(rows)
-        if batch is None:
-            return []
-        store.tally.add(memory_hits=len(plan))
-        return [batch]
+            if store.mapped is not None and block.computation is not None:
+                batches = store.mapped.found(block.computation, slice(plan.start, plan.end), rows)
+        elif store is not None and not store.is_verifying and (stacked := self._stacked(rows)) is not None:
+            batches = [stacked]
+        if batches and store is not None:
+            counts = np.bincount(block.tiers[plan.start : plan.end]).tolist()
+            tiers = zip(store.levels.tiers, counts, strict=False)
+            store.tally.add(**{f"{tier.name}_hits": count for tier, count in tiers})
+        return batches
 
     def _stacked(self, rows: Rows) -> Any:
         """What `default_collate` makes of these samples; None if it is not known how."""
@@ -300,7 +308,6 @@ class _Reading:
 
     def __init__(self, loader: Loader, drawn: Iterator[list[int]], random: list[Tensor]) -> None:
         self._loader, self._drawn, self._random = loader, drawn, random
-        self._store = loader.dataset._store
         self._plans = deque[_Plan]()
         self._unfed = deque[_Plan]()
         self._samples: Iterator[Any] | None = None
@@ -309,6 +316,10 @@ class _Reading:
         if self._store is not None and any(tier.is_lasting for tier in self._store.levels.tiers):
             self._thread = ThreadPoolExecutor(1, "torchcache2 loader")
 
+    @property
+    def _store(self) -> Store | None:
+        return self._loader.dataset._store  # type: ignore[no-any-return]
+
     def __iter__(self) -> Iterator[Any]:
         while True:
             while len(self._plans) <= (_AHEAD * self._together if self._thread else 0) and self._draw():
@@ -316,7 +327,7 @@ class _Reading:
             if not self._plans:
                 return
             plan = self._plans[0]
-            assert plan.block.parts is not None  # wait until they are read
+            plan.block.wait()
             if self._samples is None and self._loader.num_workers and plan.missing():
                 self._start()
             self._plans.popleft()
@@ -339,22 +350,22 @@ class _Reading:
         if not batches:
             return False
         indices, store, computation = np.concatenate(batches), self._store, None
-        parts: Callable[[], Parts] = list
+        found: Callable[[], list[Parts]] = list
         if store is not None:
             levels = store.levels
             if isinstance(store, MappedStore) and store.is_making:
                 computation = store.mapped.asked(indices)  # type: ignore[union-attr]
             keys = int_keys(levels.namespace, indices) if computation is None else computation.keys
-            if self._thread is None:
-                read = list(levels.get(keys).parts)
-                parts = lambda: read  # noqa: E731
-            else:
-                parts = self._thread.submit(lambda: list(levels.get(keys).parts)).result
-        block, start = _Block(indices, computation, parts), 0
+            found = lambda: list(levels.found(keys)) if self._store is store else []  # noqa: E731
+            if self._thread is not None:
+                found = self._thread.submit(found).result
+        block, start = _Block(indices, computation, found), 0
         for one in batches:
             plan = _Plan(block, start, start := start + len(one))
             self._plans.append(plan)
             self._unfed.append(plan)
+        if self._thread is None:
+            block.wait()
         return True
 
     def _start(self) -> None:
@@ -380,7 +391,7 @@ class _Reading:
         while self._unfed or self._draw():
             plan = self._unfed.popleft()
             plan.is_fed = True
-            assert plan.block.parts is not None
+            plan.block.wait()
             yield plan.missing()
 
     def _loaded(self, plan: _Plan) -> dict[int, Any]:

@@ -45,7 +45,7 @@ from torchcache2.identity.encoding import digest, qualified_name
 from torchcache2.identity.fingerprint import Fingerprint
 
 _GROUP = b"samples by name"
-_CPU = torch.device("cpu")
+_CPU, _ONE = torch.device("cpu"), torch.zeros(1, dtype=torch.int64, device="cpu")
 KeysOf = Callable[[bytes, Positions], Keys]
 
 
@@ -99,7 +99,7 @@ class Map:
         keeper.name = self.title = getattr(function, "__name__", type(function).__name__)
         if not isinstance(root, types.FunctionType):
             keeper.methods = {self.method}
-        modes = Signature(_by_index, shared=()).bind((torch.arange(1),), {}).context
+        modes = Signature(_by_index, shared=()).bind((_ONE,), {}).context
         keeper.beside = {f"samples {name}": data for name, data in samples.parts.items()}
         keeper.texts = {f"samples {name}": text for name, text in samples.values.items()}
         keeper.beside["modes of torch"] = self.modes = digest([modes])
@@ -176,6 +176,8 @@ class Mapped(ModuleCache):
     def found(self, asked: Computation, some: slice, rows: Rows) -> list[Any]:
         """The output for some of the samples of a call, in a list, from their rows; empty if a check is due."""
         start, keys = time.perf_counter(), asked.keys
+        if not self._holds(asked):
+            return []
         keys, checks = Keys(keys.namespace, keys.data[some], keys.group), asked.checks
         if isinstance(checks, CallChecks):
             try:
@@ -193,6 +195,14 @@ class Mapped(ModuleCache):
         checks.settle(Batch(keys, asked, self.settings), spent)
         return [output]
 
+    def _holds(self, asked: Computation) -> bool:
+        """Whether the map, its weights and the modes of torch are still those of a call."""
+        try:
+            is_same = self.keeper.look(self.living_root()).namespace == asked.keys.namespace
+        except Exception:  # the usual call says why
+            return False
+        return is_same and self._known.signature.bind((_ONE,), {}).context == asked.call.context
+
     def plainly(self, indices: Sequence[int]) -> Any:
         """The same without the cache."""
         with torch.no_grad():
@@ -207,7 +217,7 @@ class Mapped(ModuleCache):
 
     def items(self, output: Any, count: int) -> list[Any]:
         """The output of each of `count` samples, from that of their batch."""
-        call = self._known.signature.bind((torch.arange(max(1, count)),), {})
+        call = self._known.signature.bind((torch.arange(max(1, count), device="cpu"),), {})
         lists = self._known.lists(self._known.context(self.namespace, call))
         try:
             items: list[Any] = [None] * count
@@ -246,7 +256,6 @@ class MappedStore(Store):
     def __init__(self, name: str, levels: Levels, tally: Tally, source: Source, mapped: Mapped | None) -> None:
         super().__init__(name, levels, tally, source)
         self.mapped = mapped
-        levels.counts_found = mapped is not None
 
     def fetch(self, indices: Sequence[Any], one: One | None = None) -> list[Any]:
         """What the map makes of n samples; in a worker, an error if it is not there."""
