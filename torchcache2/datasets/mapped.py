@@ -123,7 +123,7 @@ class Map:
     @staticmethod
     def items(output: Any, count: int) -> list[Any]:
         """What belongs to each of n samples in an output that is not kept."""
-        return [mapped(functools.partial(_item, i, count), output) for i in range(count)]
+        return [mapped(functools.partial(_item, i, count), output, objects=True) for i in range(count)]
 
     def name(self) -> str:
         """Its qualified name."""
