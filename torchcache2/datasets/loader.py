@@ -432,7 +432,10 @@ def stacking(rows: Rows) -> Callable[[Rows], Any]:
         return pytree.tree_unflatten(columns, structure)
 
     first, _ = pytree.tree_flatten(stacked(Rows(schema, [column[:1] for column in rows.columns], 1)))
-    forms = [[(type(leaf), leaf.dtype, leaf.shape) for leaf in some if type(leaf) is Tensor] for some in (leaves, first)]
+    forms = [
+        [(type(leaf), leaf.dtype, leaf.shape) for leaf in some if type(leaf) is Tensor]
+        for some in (leaves, first)
+    ]
     return stacked if forms[0] == forms[1] and len(forms[0]) == len(leaves) else _unknown
 
 

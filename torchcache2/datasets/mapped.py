@@ -243,7 +243,9 @@ def _item(position: int, count: int, leaf: Any) -> Any:
 class MappedStore(Store):
     """Finds what a map has made of samples; only where there is a `mapped` is anything made."""
 
-    def __init__(self, name: str, levels: Levels, tally: Tally, source: Source, mapped: Mapped | None) -> None:
+    def __init__(
+        self, name: str, levels: Levels, tally: Tally, source: Source, mapped: Mapped | None
+    ) -> None:
         super().__init__(name, levels, tally, source)
         self.mapped = mapped
         levels.counts_found = mapped is not None
