@@ -23,9 +23,9 @@ from torchcache2.core.process import place
 from torchcache2.core.settings import Policy
 from torchcache2.core.sizes import Size, size_text
 from torchcache2.datasets.identity import length_of
-from torchcache2.datasets.options import CAPACITY, aliased, check, check_dataset, check_others
 from torchcache2.datasets.loader import Loader
 from torchcache2.datasets.mapped import MappedStore
+from torchcache2.datasets.options import CAPACITY, aliased, check, check_dataset, check_others
 from torchcache2.datasets.recipe import OF_PROCESS, Keeper, Recipe
 from torchcache2.datasets.served import ServedRecipe, kept_in, with_samples
 from torchcache2.datasets.store import Store
@@ -221,7 +221,7 @@ class CachedDataset(Keeper, Dataset[Any]):
         disk_size: Size | None = None,
         name: str | None = None,
         version: str | int | None = None,
-        map: Callable[[Any], Any] | None = None,
+        map: Callable[[Any], Any] | None = None,  # noqa: A002
         collate_fn: Callable[[list[Any]], Any] | None = None,
         transform: Callable[[Any], Any] | None = None,
         policy: Policy = "keep",

@@ -1,13 +1,14 @@
 """`Loader`: batches of a cached dataset, straight from its rows.
 
-A batch whose rows are all there is gathered from the tiers: no worker, no sample, no collating. Where a tier is
-slow, a thread reads the rows of the next batches meanwhile. Of other batches, worker processes load the missing
-samples ahead of need, and `map`, if there is one, runs here.
+A batch whose rows are all there is gathered from the tiers: no worker, no sample, no collating. Where a tier
+is slow, a thread reads the rows of the next batches meanwhile. Of other batches, worker processes load the
+missing samples ahead of need, and `map`, if there is one, runs here.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -20,9 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
 
-from torchcache2.core.errors import OptionError
+from torchcache2.core.errors import OptionError, UnserialisableError
 from torchcache2.core.keys import Positions, int_keys
-from torchcache2.core.logs import shown
 from torchcache2.core.private import pytree
 from torchcache2.core.process import place
 from torchcache2.core.rows import Leaf, Parts, Rows, Schema
@@ -34,7 +34,7 @@ from torchcache2.engine.values.kinds import NumpyArray
 from torchcache2.engine.values.outputs import joined
 from torchcache2.engine.values.samples import Samples, from_rows
 from torchcache2.files.layout import schema_text
-from torchcache2.files.schema import UnserialisableError, schema_from_json
+from torchcache2.files.schema import schema_from_json
 
 _AHEAD = 2  # blocks that are read before they are needed
 _BLOCK, _MOST_TOGETHER = 8 << 20, 32  # most bytes, and most batches, of a block
@@ -91,23 +91,31 @@ class _Block:
         With a map, the call that asks for all of them; None if it cannot be cached.
     """
 
-    def __init__(self, indices: Positions, computation: Any, parts: Callable[[], Parts]) -> None:
-        self.indices, self.computation, self._read = indices, computation, parts
+    def __init__(self, indices: Positions, computation: Any, read: Callable[[], Sequence[Parts]]) -> None:
+        self.indices, self.computation, self._read = indices, computation, read
         self._parts: Parts | None = None
         self.is_found = np.zeros(len(indices), bool)
+        self.tiers = np.zeros(len(indices), np.int8)  # the number of the tier of each found row
 
     @property
     def parts(self) -> Parts:
-        """The rows that were found, once they are read."""
+        """The rows that were found."""
+        self.wait()
+        assert self._parts is not None
+        return self._parts
+
+    def wait(self) -> None:
+        """Return once the rows are read."""
         if self._parts is None:
-            self._parts = self._read()
-            for positions, _ in self._parts:
-                self.is_found[positions] = True
+            self._parts = []
+            for number, parts in enumerate(self._read()):
+                for positions, rows in parts:
+                    self.is_found[positions], self.tiers[positions] = True, number
+                    self._parts.append((positions, rows))
             if len(self._parts) > 1 and self.is_found.all():
                 rows = joined(self._parts, len(self.indices), device=_CPU)
                 if rows is not None:
                     self._parts = [(np.arange(len(rows)), rows)]
-        return self._parts
 
     @property
     def nbytes(self) -> int:
@@ -211,7 +219,8 @@ class Loader:
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch, also of a sampler that has one."""
         self.epoch = epoch
-        for sampler in (self._order.sampler, self._order.batch_sampler):
+        samplers: list[Any] = [self._order.sampler, self._order.batch_sampler]
+        for sampler in samplers:
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
 
@@ -259,10 +268,13 @@ class Loader:
     def made(self, plan: _Plan, ready: dict[int, Any]) -> Any:
         """A batch; workers have loaded the samples in `ready`."""
         dataset, indices = self.dataset, plan.indices
-        store, source, transform = dataset._store, dataset._source, dataset._recipe.transform
+        source, transform = dataset._source, dataset._recipe.transform
         is_plain = transform is None and self.collate_fn is None
         rows = plan.rows() if is_plain else None
         for batch in self._found(plan, rows) if rows is not None else ():
+            levels, counts = dataset._store.levels, np.bincount(plan.block.tiers[plan.start : plan.end])
+            names = [f"{tier.name}_hits" for tier in levels.tiers]
+            dataset._store.tally.add(**dict(zip(names, counts.tolist(), strict=False)))
             return batch
         with source.holding(ready):
             if is_plain and dataset.is_mapped:
@@ -277,10 +289,7 @@ class Loader:
                 return []
             return store.mapped.found(block.computation, slice(plan.start, plan.end), rows)
         batch = None if store.is_verifying else self._stacked(rows)
-        if batch is None:
-            return []
-        store.tally.add(memory_hits=len(plan))
-        return [batch]
+        return [] if batch is None else [batch]
 
     def _stacked(self, rows: Rows) -> Any:
         """What `default_collate` makes of these samples; None if it is not known how."""
@@ -311,7 +320,7 @@ class _Reading:
             if not self._plans:
                 return
             plan = self._plans[0]
-            assert plan.block.parts is not None  # wait until they are read
+            plan.block.wait()
             if self._samples is None and self._loader.num_workers and plan.missing():
                 self._start()
             self._plans.popleft()
@@ -334,18 +343,16 @@ class _Reading:
         if not batches:
             return False
         indices, store, computation = np.concatenate(batches), self._store, None
-        parts: Callable[[], Parts] = list
+        read: Callable[[], Sequence[Parts]] = list
         if store is not None:
             levels = store.levels
             if isinstance(store, MappedStore) and store.is_making:
                 computation = store.mapped.asked(indices)  # type: ignore[union-attr]
             keys = int_keys(levels.namespace, indices) if computation is None else computation.keys
-            if self._thread is None:
-                read = list(levels.get(keys).parts)
-                parts = lambda: read  # noqa: E731
-            else:
-                parts = self._thread.submit(lambda: list(levels.get(keys).parts)).result
-        block, start = _Block(indices, computation, parts), 0
+            read = functools.partial(levels.look_up, keys)
+            if self._thread is not None:
+                read = self._thread.submit(read).result
+        block, start = _Block(indices, computation, read), 0
         for one in batches:
             plan = _Plan(block, start, start := start + len(one))
             self._plans.append(plan)
@@ -370,7 +377,7 @@ class _Reading:
         while self._unfed or self._draw():
             plan = self._unfed.popleft()
             plan.is_fed = True
-            assert plan.block.parts is not None
+            plan.block.wait()
             yield plan.missing()
 
     def _loaded(self, plan: _Plan) -> dict[int, Any]:

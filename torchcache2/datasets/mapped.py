@@ -87,12 +87,13 @@ class Map:
                 f"map={shown(function)}: expected a function of a batch of samples, a method, or a module"
             )
         self.function, self.collate, self._samples = function, collate, samples
-        self.method, root = "forward", function
+        self.method = "forward"
+        root: Any = function
         if isinstance(function, types.MethodType):
             self.method, root = function.__name__, function.__self__
         elif not isinstance(function, (types.FunctionType, nn.Module)):
             root = _closing_over(function)
-        self.root: Any = root
+        self.root = root
         self.owner = Owner(None)
         self.owner.root = weakref.ref(root)
         self.keeper = keeper = self.owner.keeper(settings)
@@ -174,7 +175,7 @@ class Mapped(ModuleCache):
         return None
 
     def found(self, asked: Computation, some: slice, rows: Rows) -> list[Any]:
-        """The output for some of the samples of a call, in a list, from their rows; empty if a check is due."""
+        """The output for some samples of a call, in a list, from their rows; empty if a check is due."""
         start, keys = time.perf_counter(), asked.keys
         keys, checks = Keys(keys.namespace, keys.data[some], keys.group), asked.checks
         if isinstance(checks, CallChecks):
@@ -259,9 +260,9 @@ class MappedStore(Store):
         if not sought.found.all():
             missing = plain[int(np.flatnonzero(~sought.found)[0])]
             raise NotCachedError(
-                f"{self.name}: nothing is kept for sample {missing!r}, and map= runs in the process that made "
-                "the dataset only, not in workers or copies. Fill it with warmup(), or read batches by "
-                "loader(), which runs map where it is called"
+                f"{self.name}: nothing is kept for sample {missing!r}, and map= runs in the process that "
+                "made the dataset only, not in workers or copies. Fill it with warmup(), or read batches "
+                "by loader(), which runs map where it is called"
             )
         self.tally.add(**sought.counts)
         return sought.samples
@@ -271,7 +272,7 @@ class MappedStore(Store):
         """Whether this process runs the map."""
         return self.mapped is not None and get_worker_info() is None
 
-    def output(self, indices: Sequence[int]) -> Any:
+    def output(self, indices: Sequence[Any]) -> Any:
         """What the map makes of a batch of n samples, found or computed."""
         mapped, tally = self.mapped, self.tally
         assert mapped is not None

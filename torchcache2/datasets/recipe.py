@@ -97,7 +97,7 @@ class Recipe:
         recipe = cls(
             title=type(dataset).__name__ if name is None else name,
             identity=identity,
-            document=document(identity, dataset, name, version, made_of and made_of.name()),
+            document=document(identity, dataset, name, version, made_of),
             map=made_of,
             settings=settings,
             tally=Tally(length),

@@ -191,6 +191,10 @@ class Levels(TierStack):
         self.forget(self.namespace)
         self.leave(self._user)
 
+    def look_up(self, keys: Keys) -> list[Parts]:
+        """As `found`, but counts nothing."""
+        return super()._found(self.tiers, keys)
+
     def _found(self, tiers: Sequence[Tier], keys: Keys) -> list[Parts]:
         found = super()._found(tiers, keys)
         if self.counts_found:

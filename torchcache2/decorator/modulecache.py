@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -11,7 +10,7 @@ import time
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,7 @@ from typing import Any
 import torch
 
 from torchcache2.core.errors import NotCachedError, OptionError
-from torchcache2.core.keys import Keys
-from torchcache2.core.logs import logger, shown
+from torchcache2.core.logs import logger
 from torchcache2.core.process import AtExit
 from torchcache2.core.settings import CacheSettings, disabled_by_environment, strict_by_environment
 from torchcache2.core.sizes import is_out_of_memory
@@ -106,7 +104,7 @@ class ModuleCache:
         self.settings: CacheSettings = settings
         self.engine: Cache = Cache(bytes(16), settings, tiers=tiers)
         self.engine.face, self.engine.must_stack = weakref.ref(self), settings.probe
-        self._owner = owner if owner is not None else beside._owner if beside is not None else Owner(history)
+        self._owner: Owner = owner or (beside._owner if beside is not None else Owner(history))
         self.kept: list[ModuleCache] = []  # other methods' caches without other references
         self.on_first_call: Callable[[Any], None] | None = None  # called with the object
         self._tell_missed: AtExit | None = None  # warns that only another method was called
