@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,12 +27,12 @@ from torchcache2.core.keys import Positions, int_keys
 from torchcache2.core.private import pytree
 from torchcache2.core.process import place
 from torchcache2.core.rows import Leaf, Parts, Rows, Schema
-from torchcache2.core.values import mapped, specs_of
+from torchcache2.core.values import leaves_of, mapped, specs_of
 from torchcache2.datasets.mapped import MappedStore
 from torchcache2.datasets.recipe import Recipe
 from torchcache2.datasets.source import Source
 from torchcache2.engine.values.kinds import NumpyArray
-from torchcache2.engine.values.outputs import joined
+from torchcache2.engine.values.outputs import found, joined, output_of
 from torchcache2.engine.values.samples import Samples, from_rows
 from torchcache2.files.layout import schema_text
 from torchcache2.files.schema import schema_from_json
@@ -94,6 +95,7 @@ class _Block:
     def __init__(self, indices: Positions, computation: Any, read: Callable[[], Sequence[Parts]]) -> None:
         self.indices, self.computation, self._read = indices, computation, read
         self._parts: Parts | None = None
+        self._lock = threading.Lock()
         self.is_found = np.zeros(len(indices), bool)
         self.tiers = np.zeros(len(indices), np.int8)  # the number of the tier of each found row
 
@@ -105,17 +107,26 @@ class _Block:
         return self._parts
 
     def wait(self) -> None:
-        """Return once the rows are read."""
-        if self._parts is None:
-            self._parts = []
-            for number, parts in enumerate(self._read()):
-                for positions, rows in parts:
-                    self.is_found[positions], self.tiers[positions] = True, number
-                    self._parts.append((positions, rows))
-            if len(self._parts) > 1 and self.is_found.all():
-                rows = joined(self._parts, len(self.indices), device=_CPU)
-                if rows is not None:
-                    self._parts = [(np.arange(len(rows)), rows)]
+        """Return once the rows are read; reads them if nobody has begun to."""
+        with self._lock:
+            if self._parts is None:
+                self._parts = self._found()
+
+    def _found(self) -> Parts:
+        found: Parts = []
+        for number, parts in enumerate(self._read()):
+            for positions, rows in parts:
+                self.is_found[positions], self.tiers[positions] = True, number
+                found.append((positions, rows))
+        if len(found) > 1 and self.is_found.all():
+            together = joined(found, len(self.indices), device=_CPU)
+            if together is not None:
+                found = [(np.arange(len(together)), together)]
+        return found
+
+    def is_current(self) -> bool:
+        """Whether no rows were dropped since, such as stale ones."""
+        return bool(self._drops() == self._before)
 
     @property
     def nbytes(self) -> int:
@@ -178,8 +189,10 @@ class Loader:
         rank: int | None,
         world_size: int | None,
         workers: dict[str, Any],
+        are_variants: bool = False,
         **order: Any,
     ) -> None:
+        self._are_variants = are_variants  # the sampler draws from all variants of samples
         self.dataset, self.num_workers, self.collate_fn = dataset, num_workers, collate_fn
         self.device = None if device is None else torch.device(device)
         is_cuda = self.device is not None and self.device.type == "cuda"
@@ -234,11 +247,11 @@ class Loader:
         self.set_epoch(state["epoch"])
 
     def __iter__(self) -> Iterator[Any]:
-        if not self._resumes:
+        resumes, self._resumes = self._resumes, False
+        if not resumes:
             self._done = 0
             self.set_epoch(self.epoch)
-        drawn = self._drawn()
-        self._resumes = False
+        drawn = self._drawn(resumes)
         with contextlib.closing(_Reading(self, drawn)) as reading:
             for batch in reading:
                 self._done += 1
@@ -246,20 +259,20 @@ class Loader:
         self._done, self._random = 0, None
         self.epoch += 1
 
-    def _drawn(self) -> Iterator[list[int]]:
+    def _drawn(self, resumes: bool) -> Iterator[list[int]]:
         """The indices of each batch that is still to come, drawn as a `DataLoader` does."""
         generator = self._order.generator
         read = torch.get_rng_state if generator is None else generator.get_state
         write = torch.set_rng_state if generator is None else generator.set_state
         before, rest = read(), None
-        if self._resumes and self._random is not None:
+        if resumes and self._random is not None:
             write(self._random)
         else:
             self._random = before
         drawn = iter(self._order)
         for _ in range(self._done + 1):  # the first one draws the order
             rest = next(drawn, None)
-        if self._resumes and generator is None:
+        if resumes and generator is None:
             write(before)  # others' numbers go on from where they were
         if rest is not None:
             yield rest
@@ -270,24 +283,27 @@ class Loader:
         dataset, indices = self.dataset, plan.indices
         source, transform = dataset._source, dataset._recipe.transform
         is_plain = transform is None and self.collate_fn is None
-        rows = plan.rows() if is_plain else None
+        rows = plan.rows() if is_plain and plan.block.is_current() else None
         for batch in self._found(plan, rows) if rows is not None else ():
             levels, counts = dataset._store.levels, np.bincount(plan.block.tiers[plan.start : plan.end])
             names = [f"{tier.name}_hits" for tier in levels.tiers]
             dataset._store.tally.add(**dict(zip(names, counts.tolist(), strict=False)))
             return batch
         with source.holding(ready):
-            if is_plain and dataset.is_mapped:
-                return dataset.output(indices)
-            return (self.collate_fn or default_collate)(dataset.__getitems__(indices))
+            if is_plain and dataset._recipe.map is not None:
+                return dataset._output(indices)
+            return (self.collate_fn or default_collate)(dataset._samples(indices))
 
     def _found(self, plan: _Plan, rows: Rows) -> list[Any]:
         """The batch of these rows in a list; empty if it must be made in another way."""
         store, block = self.dataset._store, plan.block
-        if isinstance(store, MappedStore):
-            if store.mapped is None or block.computation is None:
+        if isinstance(store, MappedStore) and store.is_making:
+            assert store.mapped is not None
+            if block.computation is None:
                 return []
             return store.mapped.found(block.computation, slice(plan.start, plan.end), rows)
+        if self.dataset._recipe.is_mapped:
+            return [output_of(found(rows), device=_CPU)]
         batch = None if store.is_verifying else self._stacked(rows)
         return [] if batch is None else [batch]
 
@@ -339,20 +355,27 @@ class _Reading:
 
     def _draw(self) -> bool:
         """Plan some more batches; False if there are none."""
-        batches = [np.array(one, np.int64) for one in islice(self._drawn, self._together)]
+        loader, recipe = self._loader, self._loader.dataset._recipe
+        drawn = islice(self._drawn, self._together)
+        if loader._are_variants:
+            batches = [np.array(one, np.int64) for one in drawn]
+        else:
+            batches = [recipe.variants(one, loader.epoch) for one in drawn]
         if not batches:
             return False
         indices, store, computation = np.concatenate(batches), self._store, None
         read: Callable[[], Sequence[Parts]] = list
+        drops: Callable[[], Any] = int
         if store is not None:
             levels = store.levels
             if isinstance(store, MappedStore) and store.is_making:
                 computation = store.mapped.asked(indices)  # type: ignore[union-attr]
             keys = int_keys(levels.namespace, indices) if computation is None else computation.keys
+            drops = functools.partial(levels.drops, keys.namespace)
             read = functools.partial(levels.look_up, keys)
-            if self._thread is not None:
-                read = self._thread.submit(read).result
-        block, start = _Block(indices, computation, read), 0
+        block, start = _Block(indices, computation, read, drops), 0
+        if self._thread is not None and store is not None:
+            self._thread.submit(block.wait)
         for one in batches:
             plan = _Plan(block, start, start := start + len(one))
             self._plans.append(plan)
@@ -406,6 +429,41 @@ class _Reading:
             return leaf if loader.device is None else leaf.to(loader.device, non_blocking=loader.pin_memory)
 
         return mapped(place, batch, objects=True)
+
+
+def filled(
+    dataset: Any, absent: Sequence[int], *, num_workers: int, batch_size: int
+) -> Iterator[tuple[int, int, int]]:
+    """Make what is missing; how many of each batch were found and made, and the bytes of their rows.
+
+    `NotCachedError` if it is not kept.
+    """
+    store = dataset._store
+    loader = Loader(
+        dataset,
+        num_workers=num_workers,
+        collate_fn=None,
+        pin_memory=False,
+        device=None,
+        rank=0,
+        world_size=1,
+        workers={},
+        are_variants=True,
+        batch_size=batch_size,
+        sampler=absent,
+        batch_sampler=None,
+        drop_last=False,
+        shuffle=None,
+        generator=torch.Generator(),
+    )
+    counters, left = store.mapped.engine.counters, len(absent)
+    before = counters.misses
+    for batch in loader:
+        store.mapped.raise_if_bypassed()
+        count, made, before = min(batch_size, left), counters.misses - before, counters.misses
+        left -= count
+        size = sum(leaf.nbytes for leaf in leaves_of(batch, objects=True) if isinstance(leaf, Tensor))
+        yield count - made, made, size
 
 
 class _Once:

@@ -24,7 +24,7 @@ from torch.utils.data import default_collate, get_worker_info
 from torchcache2.core.errors import NotCachedError, OptionError, OutputError
 from torchcache2.core.keys import Keys, Positions
 from torchcache2.core.logs import shown
-from torchcache2.core.rows import Rows
+from torchcache2.core.rows import Parts, Rows
 from torchcache2.core.settings import CacheSettings, disabled_by_environment
 from torchcache2.core.values import UnstorableError, mapped
 from torchcache2.datasets.identity import as_index, keys_of
@@ -177,6 +177,8 @@ class Mapped(ModuleCache):
     def found(self, asked: Computation, some: slice, rows: Rows) -> list[Any]:
         """The output for some samples of a call, in a list, from their rows; empty if a check is due."""
         start, keys = time.perf_counter(), asked.keys
+        if self.keeper.look(self.living_root()).namespace != keys.namespace:  # changed since
+            return []
         keys, checks = Keys(keys.namespace, keys.data[some], keys.group), asked.checks
         if isinstance(checks, CallChecks):
             try:
@@ -194,6 +196,11 @@ class Mapped(ModuleCache):
         checks.settle(Batch(keys, asked, self.settings), spent)
         return [output]
 
+    def raise_if_bypassed(self) -> None:
+        """Raise `NotCachedError` if the last call was not cached."""
+        if self.bypass is not None:
+            raise BypassError(self.bypass, self.reasons[self.bypass]).as_error(self.name)
+
     def plainly(self, indices: Sequence[int]) -> Any:
         """The same without the cache."""
         with torch.no_grad():
@@ -206,13 +213,18 @@ class Mapped(ModuleCache):
 
     drew = False  # whether samples drew random numbers
 
-    def items(self, output: Any, count: int) -> list[Any]:
-        """The output of each of `count` samples, from that of their batch."""
+    def parts(self, output: Any, count: int) -> Parts:
+        """The rows of an output for `count` samples, as tiers keep them."""
         call = self._known.signature.bind((torch.arange(max(1, count)),), {})
         lists = self._known.lists(self._known.context(self.namespace, call))
+        lists.known.update(dict.fromkeys(lists.unsettled(output, count), True))  # most likely
+        return stored(rows_of(output, count, lists, device=_CPU))
+
+    def items(self, output: Any, count: int) -> list[Any]:
+        """The output of each of `count` samples, from that of their batch."""
         try:
             items: list[Any] = [None] * count
-            for positions, rows in stored(rows_of(output, count, lists, device=_CPU)):
+            for positions, rows in self.parts(output, count):
                 for position, item in zip(positions.tolist(), items_of(rows), strict=True):
                     items[position] = item
             return items
@@ -259,11 +271,13 @@ class MappedStore(Store):
         sought = self.find(keys_of(self.levels.namespace, plain))
         if not sought.found.all():
             missing = plain[int(np.flatnonzero(~sought.found)[0])]
-            raise NotCachedError(
-                f"{self.name}: nothing is kept for sample {missing!r}, and map= runs in the process that "
-                "made the dataset only, not in workers or copies. Fill it with warmup(), or read batches "
-                "by loader(), which runs map where it is called"
+            why = (
+                "it is sealed, or a copy"
+                if self.mapped is None
+                else "a worker does not run map=. Fill it with warmup(), or read batches by loader(), which "
+                "runs map in this process"
             )
+            raise NotCachedError(f"{self.name}: nothing is kept for sample {missing!r}, and {why}")
         self.tally.add(**sought.counts)
         return sought.samples
 
@@ -296,3 +310,9 @@ class MappedStore(Store):
         if tally.drops != drops:
             self.levels.drop(self.levels.namespace)
         return output
+
+    def insert(self, keys: Keys, output: Any) -> None:
+        """Keep an output for n samples that was made elsewhere."""
+        assert self.mapped is not None
+        for positions, rows in self.mapped.parts(output, len(keys)):
+            self.levels.keep(keys.take(positions), rows)

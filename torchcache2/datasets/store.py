@@ -195,6 +195,10 @@ class Levels(TierStack):
         """As `found`, but counts nothing."""
         return super()._found(self.tiers, keys)
 
+    def drops(self, namespace: bytes) -> Any:
+        """A value that changes with each drop of a namespace, also by other processes."""
+        return self._last_drop(namespace), self._tally.drops
+
     def _found(self, tiers: Sequence[Tier], keys: Keys) -> list[Parts]:
         found = super()._found(tiers, keys)
         if self.counts_found:
