@@ -92,8 +92,15 @@ class _Block:
         With a map, the call that asks for all of them; None if it cannot be cached.
     """
 
-    def __init__(self, indices: Positions, computation: Any, read: Callable[[], Sequence[Parts]]) -> None:
+    def __init__(
+        self,
+        indices: Positions,
+        computation: Any,
+        read: Callable[[], Sequence[Parts]],
+        drops: Callable[[], Any],
+    ) -> None:
         self.indices, self.computation, self._read = indices, computation, read
+        self._drops, self._before = drops, drops()
         self._parts: Parts | None = None
         self._lock = threading.Lock()
         self.is_found = np.zeros(len(indices), bool)
