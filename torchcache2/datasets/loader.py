@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -26,16 +26,18 @@ from torchcache2.core.errors import OptionError, UnserialisableError
 from torchcache2.core.keys import Positions, int_keys
 from torchcache2.core.private import pytree
 from torchcache2.core.process import place
-from torchcache2.core.rows import Leaf, Parts, Rows, Schema
-from torchcache2.core.values import leaves_of, mapped, specs_of
+from torchcache2.core.rows import Leaf, Parts, Rows, Schema, merged
+from torchcache2.core.values import mapped, specs_of
 from torchcache2.datasets.mapped import MappedStore
 from torchcache2.datasets.recipe import Recipe
 from torchcache2.datasets.source import Source
+from torchcache2.datasets.store import Store
 from torchcache2.engine.values.kinds import NumpyArray
 from torchcache2.engine.values.outputs import found, joined, output_of
 from torchcache2.engine.values.samples import Samples, from_rows
 from torchcache2.files.layout import schema_text
-from torchcache2.files.schema import schema_from_json
+from torchcache2.files.schema import UnserialisableError, schema_from_json
+from torchcache2.identity.encoding import digest
 
 _AHEAD = 2  # blocks that are read before they are needed
 _BLOCK, _MOST_TOGETHER = 8 << 20, 32  # most bytes, and most batches, of a block
@@ -88,30 +90,33 @@ class _Block:
     ----------
     indices : ndarray of int64, shape (n,)
         Of all of their samples.
+    parts : list of tuple
+        The rows that were found, after `wait`.
+    tiers : ndarray of int, shape (n,)
+        The tier that each was found in; -1: none.
     computation : Computation or None
         With a map, the call that asks for all of them; None if it cannot be cached.
     """
 
-    def __init__(
-        self,
-        indices: Positions,
-        computation: Any,
-        read: Callable[[], Sequence[Parts]],
-        drops: Callable[[], Any],
-    ) -> None:
-        self.indices, self.computation, self._read = indices, computation, read
-        self._drops, self._before = drops, drops()
-        self._parts: Parts | None = None
-        self._lock = threading.Lock()
-        self.is_found = np.zeros(len(indices), bool)
-        self.tiers = np.zeros(len(indices), np.int8)  # the number of the tier of each found row
+    def __init__(self, indices: Positions, computation: Any, found: Callable[[], list[Parts]]) -> None:
+        self.indices, self.computation = indices, computation
+        self._found: Callable[[], list[Parts]] | None = found
+        self.tiers = np.full(len(indices), -1)
+        self.parts: Parts = []
 
-    @property
-    def parts(self) -> Parts:
-        """The rows that were found."""
-        self.wait()
-        assert self._parts is not None
-        return self._parts
+    def wait(self) -> None:
+        """Return once its rows are read."""
+        if self._found is None:
+            return
+        found, self._found = self._found(), None
+        for depth, parts in enumerate(found):
+            for positions, _ in parts:
+                self.tiers[positions] = depth
+        self.parts = merged(list(chain.from_iterable(found)))
+        if len(self.parts) > 1 and (self.tiers >= 0).all():
+            rows = joined(self.parts, len(self.indices), device=_CPU)
+            if rows is not None:
+                self.parts = [(np.arange(len(rows)), rows)]
 
     def wait(self) -> None:
         """Return once the rows are read; reads them if nobody has begun to."""
@@ -154,13 +159,13 @@ class _Plan:
 
     def missing(self) -> list[int]:
         """The indices of samples that have no row, each once."""
-        absent = np.flatnonzero(~self.block.is_found[self.start : self.end]).tolist()
+        absent = np.flatnonzero(self.block.tiers[self.start : self.end] < 0).tolist()
         return list(dict.fromkeys([self.indices[i] for i in absent]))
 
     def rows(self) -> Rows | None:
         """The rows of the batch, if they stack, and all were found."""
         start, end = self.start, self.end
-        if start == end or not self.block.is_found[start:end].all():
+        if start == end or (self.block.tiers[start:end] < 0).any():
             return None
         parts = self.block.parts
         if len(parts) == 1 and len(parts[0][0]) == len(self.block.indices):
@@ -205,16 +210,17 @@ class Loader:
         is_cuda = self.device is not None and self.device.type == "cuda"
         self.pin_memory = (is_cuda if pin_memory is None else pin_memory) and torch.cuda.is_available()
         self.epoch = self._done = 0
-        self._random: Tensor | None = None  # the state of the generator as the epoch began
+        self._random: list[Tensor] = []  # the states of the generators as the epoch began
         self._resumes = False
         self._workers = workers
         self._stackings: dict[Schema, Callable[[Rows], Any]] = {}
         indices, where = _Indices(len(dataset)), place()
+        self._own: DistributedSampler[Any] | None = None  # its epochs are ours
         rank = where.rank if rank is None else rank
         world_size = where.world_size if world_size is None else world_size
         if world_size > 1 and order["sampler"] is None and order["batch_sampler"] is None:
             seed = 0 if order["generator"] is None else order["generator"].initial_seed()
-            order["sampler"] = DistributedSampler(
+            order["sampler"] = self._own = DistributedSampler(
                 indices,
                 world_size,
                 rank,
@@ -222,11 +228,15 @@ class Loader:
                 seed=seed,
                 drop_last=order["drop_last"],
             )
-        if order["batch_sampler"] is not None:
-            order = {name: order[name] for name in ("batch_sampler", "generator")}
-        elif order["batch_size"] is None:
+        if order["batch_size"] is None and order["batch_sampler"] is None:
             raise OptionError("batch_size=None: a loader makes batches; for single samples, use dataset[i]")
         self._order: DataLoader[Any] = DataLoader(indices, collate_fn=list, **order)
+        batches = self._order.batch_sampler
+        samplers = {id(one): one for one in (self._order.sampler, batches, getattr(batches, "sampler", None))}
+        self._samplers = [one for one in samplers.values() if hasattr(one, "set_epoch")]
+        found = [self._order, *samplers.values()]
+        generators = [torch.default_generator, *(getattr(one, "generator", None) for one in found)]
+        self._generators = [*{id(one): one for one in generators if isinstance(one, torch.Generator)}.values()]
 
     def __len__(self) -> int:
         return len(self._order)
@@ -237,53 +247,51 @@ class Loader:
         return getattr(self._order, name)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next epoch, also of a sampler that has one."""
+        """Set the number of the next epoch, also of samplers that have one."""
         self.epoch = epoch
-        samplers: list[Any] = [self._order.sampler, self._order.batch_sampler]
-        for sampler in samplers:
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(epoch)
+        for sampler in self._samplers:
+            sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the current epoch is, for `load_state_dict` of an equal loader, also in another process."""
-        return {"epoch": self.epoch, "batches": self._done, "random": self._random}
+        random = self._random if self._done else [one.get_state() for one in self._generators]
+        epochs = [getattr(sampler, "epoch", self.epoch) for sampler in self._samplers]
+        return {"epoch": self.epoch, "batches": self._done, "random": random, "samplers": epochs}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Have the next epoch begin after the batches that came before a `state_dict`."""
-        self._done, self._random, self._resumes = state["batches"], state["random"], True
-        self.set_epoch(state["epoch"])
+        self.epoch, self._done, self._random = state["epoch"], state["batches"], state["random"]
+        self._resumes = self._done > 0
+        for sampler, epoch in zip(self._samplers, state["samplers"], strict=True):
+            sampler.set_epoch(epoch)
+        for generator, random in zip(self._generators[1:], self._random[1:], strict=True):
+            generator.set_state(random)
 
     def __iter__(self) -> Iterator[Any]:
-        resumes, self._resumes = self._resumes, False
-        if not resumes:
+        ours, before = self._generators[0], self._generators[0].get_state()
+        drawn = iter(self._order)  # draws now what a `DataLoader` draws now
+        if not self._resumes:
             self._done = 0
-            self.set_epoch(self.epoch)
-        drawn = self._drawn(resumes)
-        with contextlib.closing(_Reading(self, drawn)) as reading:
-            for batch in reading:
-                self._done += 1
-                yield batch
-        self._done, self._random = 0, None
-        self.epoch += 1
-
-    def _drawn(self, resumes: bool) -> Iterator[list[int]]:
-        """The indices of each batch that is still to come, drawn as a `DataLoader` does."""
-        generator = self._order.generator
-        read = torch.get_rng_state if generator is None else generator.get_state
-        write = torch.set_rng_state if generator is None else generator.set_state
-        before, rest = read(), None
-        if resumes and self._random is not None:
-            write(self._random)
+            self.epoch = self.epoch if self._own is None else self._own.epoch
         else:
-            self._random = before
-        drawn = iter(self._order)
-        for _ in range(self._done + 1):  # the first one draws the order
-            rest = next(drawn, None)
-        if resumes and generator is None:
-            write(before)  # others' numbers go on from where they were
-        if rest is not None:
-            yield rest
-            yield from drawn
+            for generator, random in zip(self._generators, self._random, strict=True):
+                generator.set_state(random)
+            for _ in range(self._done):
+                next(drawn, None)
+            ours.set_state(before)  # others' numbers go on from where they were
+        self._resumes = False
+        return self._batches(drawn, self._done, self.epoch)
+
+    def _batches(self, drawn: Iterator[list[int]], done: int, epoch: int) -> Iterator[Any]:
+        if done == 0:
+            self._random = [generator.get_state() for generator in self._generators]
+        with contextlib.closing(_Reading(self, drawn, self._random)) as reading:
+            for batch in reading:
+                self._done = done = done + 1
+                yield batch
+        self._done, self.epoch = 0, epoch + 1
+        if self._own is not None:
+            self._own.set_epoch(self.epoch)
 
     def made(self, plan: _Plan, ready: dict[int, Any]) -> Any:
         """A batch; workers have loaded the samples in `ready`."""
@@ -303,16 +311,17 @@ class Loader:
 
     def _found(self, plan: _Plan, rows: Rows) -> list[Any]:
         """The batch of these rows in a list; empty if it must be made in another way."""
-        store, block = self.dataset._store, plan.block
-        if isinstance(store, MappedStore) and store.is_making:
-            assert store.mapped is not None
-            if block.computation is None:
-                return []
-            return store.mapped.found(block.computation, slice(plan.start, plan.end), rows)
-        if self.dataset._recipe.is_mapped:
-            return [output_of(found(rows), device=_CPU)]
-        batch = None if store.is_verifying else self._stacked(rows)
-        return [] if batch is None else [batch]
+        store, block, batches = self.dataset._store, plan.block, list[Any]()
+        if isinstance(store, MappedStore):
+            if store.mapped is not None and block.computation is not None:
+                batches = store.mapped.found(block.computation, slice(plan.start, plan.end), rows)
+        elif store is not None and not store.is_verifying and (stacked := self._stacked(rows)) is not None:
+            batches = [stacked]
+        if batches and store is not None:
+            counts = np.bincount(block.tiers[plan.start : plan.end]).tolist()
+            tiers = zip(store.levels.tiers, counts, strict=False)
+            store.tally.add(**{f"{tier.name}_hits": count for tier, count in tiers})
+        return batches
 
     def _stacked(self, rows: Rows) -> Any:
         """What `default_collate` makes of these samples; None if it is not known how."""
@@ -325,9 +334,8 @@ class Loader:
 class _Reading:
     """One epoch of a loader: the batches that come, their rows, and the workers that load samples."""
 
-    def __init__(self, loader: Loader, drawn: Iterator[list[int]]) -> None:
-        self._loader, self._drawn = loader, drawn
-        self._store = loader.dataset._store
+    def __init__(self, loader: Loader, drawn: Iterator[list[int]], random: list[Tensor]) -> None:
+        self._loader, self._drawn, self._random = loader, drawn, random
         self._plans = deque[_Plan]()
         self._unfed = deque[_Plan]()
         self._samples: Iterator[Any] | None = None
@@ -335,6 +343,10 @@ class _Reading:
         self._thread: ThreadPoolExecutor | None = None
         if self._store is not None and any(tier.is_lasting for tier in self._store.levels.tiers):
             self._thread = ThreadPoolExecutor(1, "torchcache2 loader")
+
+    @property
+    def _store(self) -> Store | None:
+        return self._loader.dataset._store  # type: ignore[no-any-return]
 
     def __iter__(self) -> Iterator[Any]:
         while True:
@@ -371,22 +383,22 @@ class _Reading:
         if not batches:
             return False
         indices, store, computation = np.concatenate(batches), self._store, None
-        read: Callable[[], Sequence[Parts]] = list
-        drops: Callable[[], Any] = int
+        found: Callable[[], list[Parts]] = list
         if store is not None:
             levels = store.levels
             if isinstance(store, MappedStore) and store.is_making:
                 computation = store.mapped.asked(indices)  # type: ignore[union-attr]
             keys = int_keys(levels.namespace, indices) if computation is None else computation.keys
-            drops = functools.partial(levels.drops, keys.namespace)
-            read = functools.partial(levels.look_up, keys)
-        block, start = _Block(indices, computation, read, drops), 0
-        if self._thread is not None and store is not None:
-            self._thread.submit(block.wait)
+            found = lambda: list(levels.found(keys)) if self._store is store else []  # noqa: E731
+            if self._thread is not None:
+                found = self._thread.submit(found).result
+        block, start = _Block(indices, computation, found), 0
         for one in batches:
             plan = _Plan(block, start, start := start + len(one))
             self._plans.append(plan)
             self._unfed.append(plan)
+        if self._thread is None:
+            block.wait()
         return True
 
     def _start(self) -> None:
@@ -397,10 +409,15 @@ class _Reading:
             batch_sampler=_Once(self._feed()),
             num_workers=loader.num_workers,
             collate_fn=_as_it_is,
-            generator=torch.Generator(),  # others' generators must not advance
+            generator=torch.Generator().manual_seed(self._seed()),  # others' generators must not advance
             **loader._workers,
         )
         self._samples = iter(workers)
+
+    def _seed(self) -> int:
+        """A seed for what the samples draw in workers, another one in each epoch."""
+        states = [random.numpy().tobytes() for random in self._random]
+        return int.from_bytes(digest([*states, str(self._loader._done).encode()])[:7], "little")
 
     def _feed(self) -> Iterator[list[int]]:
         """The missing samples of each batch, for the workers, as far ahead as these want."""

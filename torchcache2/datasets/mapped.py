@@ -45,7 +45,7 @@ from torchcache2.identity.encoding import digest, qualified_name
 from torchcache2.identity.fingerprint import Fingerprint
 
 _GROUP = b"samples by name"
-_CPU = torch.device("cpu")
+_CPU, _ONE = torch.device("cpu"), torch.zeros(1, dtype=torch.int64, device="cpu")
 KeysOf = Callable[[bytes, Positions], Keys]
 
 
@@ -100,7 +100,7 @@ class Map:
         keeper.name = self.title = getattr(function, "__name__", type(function).__name__)
         if not isinstance(root, types.FunctionType):
             keeper.methods = {self.method}
-        modes = Signature(_by_index, shared=()).bind((torch.arange(1),), {}).context
+        modes = Signature(_by_index, shared=()).bind((_ONE,), {}).context
         keeper.beside = {f"samples {name}": data for name, data in samples.parts.items()}
         keeper.texts = {f"samples {name}": text for name, text in samples.values.items()}
         keeper.beside["modes of torch"] = self.modes = digest([modes])
@@ -177,7 +177,7 @@ class Mapped(ModuleCache):
     def found(self, asked: Computation, some: slice, rows: Rows) -> list[Any]:
         """The output for some samples of a call, in a list, from their rows; empty if a check is due."""
         start, keys = time.perf_counter(), asked.keys
-        if self.keeper.look(self.living_root()).namespace != keys.namespace:  # changed since
+        if not self._holds(asked):
             return []
         keys, checks = Keys(keys.namespace, keys.data[some], keys.group), asked.checks
         if isinstance(checks, CallChecks):
@@ -196,10 +196,13 @@ class Mapped(ModuleCache):
         checks.settle(Batch(keys, asked, self.settings), spent)
         return [output]
 
-    def raise_if_bypassed(self) -> None:
-        """Raise `NotCachedError` if the last call was not cached."""
-        if self.bypass is not None:
-            raise BypassError(self.bypass, self.reasons[self.bypass]).as_error(self.name)
+    def _holds(self, asked: Computation) -> bool:
+        """Whether the map, its weights and the modes of torch are still those of a call."""
+        try:
+            is_same = self.keeper.look(self.living_root()).namespace == asked.keys.namespace
+        except Exception:  # the usual call says why
+            return False
+        return is_same and self._known.signature.bind((_ONE,), {}).context == asked.call.context
 
     def plainly(self, indices: Sequence[int]) -> Any:
         """The same without the cache."""
@@ -213,9 +216,9 @@ class Mapped(ModuleCache):
 
     drew = False  # whether samples drew random numbers
 
-    def parts(self, output: Any, count: int) -> Parts:
-        """The rows of an output for `count` samples, as tiers keep them."""
-        call = self._known.signature.bind((torch.arange(max(1, count)),), {})
+    def items(self, output: Any, count: int) -> list[Any]:
+        """The output of each of `count` samples, from that of their batch."""
+        call = self._known.signature.bind((torch.arange(max(1, count), device="cpu"),), {})
         lists = self._known.lists(self._known.context(self.namespace, call))
         lists.known.update(dict.fromkeys(lists.unsettled(output, count), True))  # most likely
         return stored(rows_of(output, count, lists, device=_CPU))
@@ -261,7 +264,6 @@ class MappedStore(Store):
     ) -> None:
         super().__init__(name, levels, tally, source)
         self.mapped = mapped
-        levels.counts_found = mapped is not None
 
     def fetch(self, indices: Sequence[Any], one: One | None = None) -> list[Any]:
         """What the map makes of n samples; in a worker, an error if it is not there."""

@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from torchcache2.core.keys import Flags, Keys, Positions, int_key, int_keys
 from torchcache2.core.logs import ToldOnce
 from torchcache2.core.memory import as_bytes
 from torchcache2.core.process import has_peers
-from torchcache2.core.rows import Parts, Rows, Schema
+from torchcache2.core.rows import Parts, Rows, Schema, merged
 from torchcache2.core.settings import CacheSettings
 from torchcache2.datasets.identity import as_index, keys_of
 from torchcache2.datasets.source import One, Source
@@ -24,7 +25,7 @@ from torchcache2.datasets.tally import Tally
 from torchcache2.engine.stack import Describer, TierStack, has_any
 from torchcache2.engine.values.outputs import is_like_samples, items_of
 from torchcache2.engine.values.samples import Samples, from_rows, rebuilder
-from torchcache2.tiers.base import Signals, Tier
+from torchcache2.tiers.base import Found, Signals, Tier
 from torchcache2.tiers.make import Description, InUse, Opened, make_levels
 from torchcache2.tiers.meeting import job_name
 from torchcache2.tiers.shared.tier import SharedTier
@@ -71,7 +72,6 @@ class Levels(TierStack):
         opened: Opened | None = None,
     ) -> None:
         self._is_worker, self._writes = job is not None, writes
-        self.counts_found = False  # whether found rows are counted here
         super().__init__(settings, name)
         self._opened = self._opened or opened
         self.fills_up = settings.persistent_cache_dir is None or not settings.is_persistent
@@ -148,6 +148,13 @@ class Levels(TierStack):
             self.drop(self.namespace)
         return found
 
+    def get(self, keys: Keys) -> Found:
+        """As in `TierStack`; counts what it finds."""
+        found = self.found(keys)
+        for tier, parts in zip(self.tiers, found, strict=False):
+            self._tally.add(**{f"{tier.name}_hits": sum(len(rows) for _, rows in parts)})
+        return Found(merged(list(chain.from_iterable(found))))
+
     def count(self) -> int:
         """How many rows there are, in all processes; first writes those queued in this one."""
         self.flush()
@@ -190,21 +197,6 @@ class Levels(TierStack):
         """Release the rows in memory, and write the others to disk."""
         self.forget(self.namespace)
         self.leave(self._user)
-
-    def look_up(self, keys: Keys) -> list[Parts]:
-        """As `found`, but counts nothing."""
-        return super()._found(self.tiers, keys)
-
-    def drops(self, namespace: bytes) -> Any:
-        """A value that changes with each drop of a namespace, also by other processes."""
-        return self._last_drop(namespace), self._tally.drops
-
-    def _found(self, tiers: Sequence[Tier], keys: Keys) -> list[Parts]:
-        found = super()._found(tiers, keys)
-        if self.counts_found:
-            for tier, parts in zip(tiers, found, strict=False):
-                self._tally.add(**{f"{tier.name}_hits": sum(len(rows) for _, rows in parts)})
-        return found
 
     def _offer(self, tiers: Sequence[Tier], keys: Keys, rows: Rows) -> None:
         if not self.fills_up:  # else they did not fit before, and memory gets no new room
