@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +26,7 @@ from torchcache2.core.keys import Positions, int_keys
 from torchcache2.core.private import pytree
 from torchcache2.core.process import place
 from torchcache2.core.rows import Leaf, Parts, Rows, Schema, merged
-from torchcache2.core.values import mapped, specs_of
+from torchcache2.core.values import leaves_of, mapped, specs_of
 from torchcache2.datasets.mapped import MappedStore
 from torchcache2.datasets.recipe import Recipe
 from torchcache2.datasets.source import Source
@@ -36,7 +35,7 @@ from torchcache2.engine.values.kinds import NumpyArray
 from torchcache2.engine.values.outputs import found, joined, output_of
 from torchcache2.engine.values.samples import Samples, from_rows
 from torchcache2.files.layout import schema_text
-from torchcache2.files.schema import UnserialisableError, schema_from_json
+from torchcache2.files.schema import schema_from_json
 from torchcache2.identity.encoding import digest
 
 _AHEAD = 2  # blocks that are read before they are needed
@@ -98,11 +97,23 @@ class _Block:
         With a map, the call that asks for all of them; None if it cannot be cached.
     """
 
-    def __init__(self, indices: Positions, computation: Any, found: Callable[[], list[Parts]]) -> None:
+    def __init__(
+        self,
+        indices: Positions,
+        computation: Any,
+        found: Callable[[], list[Parts]],
+        drops: Callable[[], Any],
+    ) -> None:
         self.indices, self.computation = indices, computation
+        self._drops, self._before = drops, drops()
         self._found: Callable[[], list[Parts]] | None = found
         self.tiers = np.full(len(indices), -1)
         self.parts: Parts = []
+
+    def read_by(self, thread: ThreadPoolExecutor) -> None:
+        """Have a thread read the rows."""
+        assert self._found is not None
+        self._found = thread.submit(self._found).result
 
     def wait(self) -> None:
         """Return once its rows are read."""
@@ -117,24 +128,6 @@ class _Block:
             rows = joined(self.parts, len(self.indices), device=_CPU)
             if rows is not None:
                 self.parts = [(np.arange(len(rows)), rows)]
-
-    def wait(self) -> None:
-        """Return once the rows are read; reads them if nobody has begun to."""
-        with self._lock:
-            if self._parts is None:
-                self._parts = self._found()
-
-    def _found(self) -> Parts:
-        found: Parts = []
-        for number, parts in enumerate(self._read()):
-            for positions, rows in parts:
-                self.is_found[positions], self.tiers[positions] = True, number
-                found.append((positions, rows))
-        if len(found) > 1 and self.is_found.all():
-            together = joined(found, len(self.indices), device=_CPU)
-            if together is not None:
-                found = [(np.arange(len(together)), together)]
-        return found
 
     def is_current(self) -> bool:
         """Whether no rows were dropped since, such as stale ones."""
@@ -231,12 +224,16 @@ class Loader:
         if order["batch_size"] is None and order["batch_sampler"] is None:
             raise OptionError("batch_size=None: a loader makes batches; for single samples, use dataset[i]")
         self._order: DataLoader[Any] = DataLoader(indices, collate_fn=list, **order)
-        batches = self._order.batch_sampler
-        samplers = {id(one): one for one in (self._order.sampler, batches, getattr(batches, "sampler", None))}
+        batches: Any = self._order.batch_sampler
+        samplers: dict[int, Any] = {
+            id(one): one for one in (self._order.sampler, batches, getattr(batches, "sampler", None))
+        }
         self._samplers = [one for one in samplers.values() if hasattr(one, "set_epoch")]
         found = [self._order, *samplers.values()]
         generators = [torch.default_generator, *(getattr(one, "generator", None) for one in found)]
-        self._generators = [*{id(one): one for one in generators if isinstance(one, torch.Generator)}.values()]
+        self._generators = [
+            *{id(one): one for one in generators if isinstance(one, torch.Generator)}.values()
+        ]
 
     def __len__(self) -> int:
         return len(self._order)
@@ -300,9 +297,6 @@ class Loader:
         is_plain = transform is None and self.collate_fn is None
         rows = plan.rows() if is_plain and plan.block.is_current() else None
         for batch in self._found(plan, rows) if rows is not None else ():
-            levels, counts = dataset._store.levels, np.bincount(plan.block.tiers[plan.start : plan.end])
-            names = [f"{tier.name}_hits" for tier in levels.tiers]
-            dataset._store.tally.add(**dict(zip(names, counts.tolist(), strict=False)))
             return batch
         with source.holding(ready):
             if is_plain and dataset._recipe.map is not None:
@@ -312,9 +306,11 @@ class Loader:
     def _found(self, plan: _Plan, rows: Rows) -> list[Any]:
         """The batch of these rows in a list; empty if it must be made in another way."""
         store, block, batches = self.dataset._store, plan.block, list[Any]()
-        if isinstance(store, MappedStore):
-            if store.mapped is not None and block.computation is not None:
-                batches = store.mapped.found(block.computation, slice(plan.start, plan.end), rows)
+        if isinstance(store, MappedStore) and store.is_making:
+            if block.computation is not None:
+                batches = store.mapped.found(block.computation, slice(plan.start, plan.end), rows)  # type: ignore[union-attr]
+        elif self.dataset._recipe.is_mapped:
+            batches = [output_of(found(rows), device=_CPU)]
         elif store is not None and not store.is_verifying and (stacked := self._stacked(rows)) is not None:
             batches = [stacked]
         if batches and store is not None:
@@ -384,15 +380,17 @@ class _Reading:
             return False
         indices, store, computation = np.concatenate(batches), self._store, None
         found: Callable[[], list[Parts]] = list
+        drops: Callable[[], Any] = int
         if store is not None:
             levels = store.levels
             if isinstance(store, MappedStore) and store.is_making:
                 computation = store.mapped.asked(indices)  # type: ignore[union-attr]
             keys = int_keys(levels.namespace, indices) if computation is None else computation.keys
             found = lambda: list(levels.found(keys)) if self._store is store else []  # noqa: E731
-            if self._thread is not None:
-                found = self._thread.submit(found).result
-        block, start = _Block(indices, computation, found), 0
+            drops = functools.partial(levels.drops, keys.namespace)
+        block, start = _Block(indices, computation, found, drops), 0
+        if store is not None and self._thread is not None:
+            block.read_by(self._thread)
         for one in batches:
             plan = _Plan(block, start, start := start + len(one))
             self._plans.append(plan)

@@ -204,6 +204,11 @@ class Mapped(ModuleCache):
             return False
         return is_same and self._known.signature.bind((_ONE,), {}).context == asked.call.context
 
+    def raise_if_bypassed(self) -> None:
+        """Raise `NotCachedError` if the last call was not cached."""
+        if self.bypass is not None:
+            raise BypassError(self.bypass, self.reasons[self.bypass]).as_error(self.name)
+
     def plainly(self, indices: Sequence[int]) -> Any:
         """The same without the cache."""
         with torch.no_grad():
@@ -216,8 +221,8 @@ class Mapped(ModuleCache):
 
     drew = False  # whether samples drew random numbers
 
-    def items(self, output: Any, count: int) -> list[Any]:
-        """The output of each of `count` samples, from that of their batch."""
+    def parts(self, output: Any, count: int) -> Parts:
+        """The rows of an output for `count` samples, as tiers keep them."""
         call = self._known.signature.bind((torch.arange(max(1, count), device="cpu"),), {})
         lists = self._known.lists(self._known.context(self.namespace, call))
         lists.known.update(dict.fromkeys(lists.unsettled(output, count), True))  # most likely
