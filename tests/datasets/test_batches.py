@@ -1,4 +1,4 @@
-"""`CachedDataset.loader` gives the batches of a `DataLoader` over the plain samples, mapped, whatever is kept."""
+"""`CachedDataset.loader` gives the batches of a `DataLoader` over the plain samples, whatever is kept."""
 
 import contextlib
 import random
@@ -45,11 +45,17 @@ class Samples(Dataset):
         if self.kind == "labelled":
             return x, index % 3
         if self.kind == "image":
-            return {"x": x, "image": torch.full((2, 3, 3), index).contiguous(memory_format=torch.preserve_format)}
+            return {
+                "x": x,
+                "image": torch.full((2, 3, 3), index).contiguous(memory_format=torch.preserve_format),
+            }
         if self.kind == "turned":
             return x, torch.arange(12).view(2, 2, 3).add(index).permute(2, 0, 1), np.array(index)
         if self.kind == "numbers":
-            return {"x": x, "more": [index, index / 7, index % 2 == 0, np.float32(index), np.arange(3) * index]}
+            return {
+                "x": x,
+                "more": [index, index / 7, index % 2 == 0, np.float32(index), np.arange(3) * index],
+            }
         if self.kind == "texts":
             return {"x": x, "name": "é" * (index % 4), "raw": bytes([index])}
         if self.kind == "nested":
@@ -176,8 +182,12 @@ def check(kind, order, size, last, is_mapped, has_generator, share, place, colla
         return torch.Generator().manual_seed(7) if has_generator else None
 
     generator = generators()
-    plain = DataLoader(samples, collate_fn=collate, generator=generator, **ORDERS[order](size, last, generator))
-    wanted = outcome(lambda _: Mapped(plain, function if collate is None or not is_mapped else by_list), generator)
+    plain = DataLoader(
+        samples, collate_fn=collate, generator=generator, **ORDERS[order](size, last, generator)
+    )
+    wanted = outcome(
+        lambda _: Mapped(plain, function if collate is None or not is_mapped else by_list), generator
+    )
     given = generators()
 
     def make(stack):

@@ -7,7 +7,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -23,9 +23,9 @@ from torchcache2.core.process import place
 from torchcache2.core.settings import Policy
 from torchcache2.core.sizes import Size, size_text
 from torchcache2.datasets.identity import length_of
-from torchcache2.datasets.options import CAPACITY, aliased, check, check_dataset, check_others
-from torchcache2.datasets.loader import Loader
+from torchcache2.datasets.loader import Loader, filled
 from torchcache2.datasets.mapped import MappedStore
+from torchcache2.datasets.options import CAPACITY, aliased, check, check_dataset, check_others
 from torchcache2.datasets.recipe import OF_PROCESS, Keeper, Recipe
 from torchcache2.datasets.served import ServedRecipe, kept_in, with_samples
 from torchcache2.datasets.store import Store
@@ -39,7 +39,7 @@ _HINTS = {
     "advice": "Samples that do not fit are loaded in each epoch: raise the budgets of memory or disk",
     "option": "disk_size",
 }
-_OWN = ("_recipe", "_is_closed", *OF_PROCESS)  # our own attributes; all others are the dataset's
+_OWN = ("_recipe", "_is_closed", "_view", *OF_PROCESS)  # our own attributes; all others are the dataset's
 
 
 class own_batches:  # noqa: N801
@@ -140,6 +140,12 @@ class CachedDataset(Keeper, Dataset[Any]):
         `loader`.
     collate_fn : callable, optional
         Makes a batch for `map` of a list of samples. None: `torch.utils.data.default_collate`.
+    views : int
+        How many random variants of each sample to keep. Variant v of sample i is loaded under generators (of
+        Python, NumPy, and torch on the CPU) that are seeded by `seed`, i and v, so its random numbers are
+        part of its key. `loader` gives another variant in each epoch, and `set_view` chooses one.
+    seed : int
+        See `views`.
     transform : callable, optional
         Called with each sample after the cache, for example for random augmentation.
     policy : {"keep", "lru"}
@@ -221,8 +227,10 @@ class CachedDataset(Keeper, Dataset[Any]):
         disk_size: Size | None = None,
         name: str | None = None,
         version: str | int | None = None,
-        map: Callable[[Any], Any] | None = None,
+        map: Callable[[Any], Any] | None = None,  # noqa: A002
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        views: int = 1,
+        seed: int = 0,
         transform: Callable[[Any], Any] | None = None,
         policy: Policy = "keep",
         compression: str = "none",
@@ -257,7 +265,9 @@ class CachedDataset(Keeper, Dataset[Any]):
 
     def __len__(self) -> int:
         length = length_of(self._recipe.dataset)
-        return len(self._recipe.dataset) if length is None else length  # raises the reason
+        if length is None:
+            return len(self._recipe.dataset)  # raises the reason
+        return length // self._recipe.views
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith(("__", "_torchcache")) or name in _OWN:  # also during unpickling
@@ -297,7 +307,7 @@ class CachedDataset(Keeper, Dataset[Any]):
     def __getitem__(self, index: Any) -> Any:
         """The sample at an index: an int (also of NumPy, or a tensor), a str or bytes."""
         store, transform = self._store, self._recipe.transform
-        if type(index) is int and store is not None:
+        if type(index) is int and store is not None and self._recipe.views == 1:
             for sample in store.find_one(index):
                 return sample if transform is None else transform(sample)
         return self.__getitems__([index])[0]
@@ -305,29 +315,34 @@ class CachedDataset(Keeper, Dataset[Any]):
     @own_batches
     def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
         """The samples at n indices; a `DataLoader` calls this."""
+        if self._recipe.views > 1:
+            indices = self._recipe.variants(indices, self._view).tolist()
+        return self._samples(indices)
+
+    def _samples(self, indices: Sequence[Any]) -> list[Any]:
         store, transform = self._store, self._recipe.transform
         if store is not None:
             samples = store.fetch(indices)
         else:
             samples = self._source.plain(indices)
             if self._recipe.map is not None:
-                samples = self._recipe.map.items(self.output(indices), len(indices))
+                samples = self._recipe.map.items(self._output(indices), len(indices))
         return samples if transform is None else [transform(sample) for sample in samples]
 
-    @property
-    def is_mapped(self) -> bool:
-        """Whether `map` makes what is kept."""
-        return self._recipe.map is not None
+    _view = 0  # which variant `dataset[i]` is
 
-    def output(self, indices: Sequence[int]) -> Any:
+    def set_view(self, view: int) -> None:
+        """Choose which variant of the samples ``dataset[i]`` returns, such as the epoch; modulo `views`."""
+        vars(self)["_view"] = view % self._recipe.views
+
+    def _output(self, indices: Sequence[int]) -> Any:
         """What `map` makes of the batch of n samples: any structure, its tensors of shape ``(n, ...)``."""
-        made_of = self._recipe.map
-        if made_of is None:
-            raise OptionError("output() is what map= makes of samples, and there is no map=")
-        if isinstance(self._store, MappedStore):
+        if isinstance(self._store, MappedStore) and self._store.is_making:
             return self._store.output(indices)
+        if self._recipe.map is None:
+            raise NotCachedError(f"{self!r} has no map to call here: it is sealed, or a copy, or has none")
         with torch.no_grad():
-            return made_of.of(self._source.plain(indices))
+            return self._recipe.map.of(self._source.plain(indices))
 
     def loader(
         self,
@@ -402,7 +417,13 @@ class CachedDataset(Keeper, Dataset[Any]):
         directory = None if self._store is None else self._store.levels.directory
         return None if directory is None else Path(directory.path)
 
-    def warmup(self, *, batch_size: int = 64, num_workers: int = 0) -> WarmupStats:
+    def warmup(
+        self,
+        *,
+        batch_size: int = 64,
+        num_workers: int = 0,
+        on_progress: Callable[[int, int, int], None] | None = None,
+    ) -> WarmupStats:
         """Load the samples that are not there yet, without returning them.
 
         In a job of several ranks, all of them call this, and each takes every n-th sample. Rank 0 shows its
@@ -414,6 +435,9 @@ class CachedDataset(Keeper, Dataset[Any]):
             Samples that a process loads at once.
         num_workers : int
             Processes that load samples.
+        on_progress : callable, optional
+            Called after each batch as ``on_progress(done, total, nbytes)``: samples done and in all, and the
+            bytes of the rows so far.
 
         Returns
         -------
@@ -421,18 +445,26 @@ class CachedDataset(Keeper, Dataset[Any]):
             How many samples were loaded and found, and how long it took.
         """
         where = place()
-        return self._fill(np.arange(where.rank, len(self), where.world_size), num_workers, batch_size)
+        count = len(self) * self._recipe.views
+        mine = np.arange(where.rank, count, where.world_size)
+        return self._fill(mine, num_workers, batch_size, on_progress)
 
-    def _fill(self, mine: Positions, num_workers: int, batch_size: int) -> WarmupStats:
+    def _fill(
+        self,
+        mine: Positions,
+        num_workers: int,
+        batch_size: int,
+        on_progress: Callable[[int, int, int], None] | None = None,
+    ) -> WarmupStats:
         """Load the missing samples of this rank, at indices `mine`; see `warmup`."""
         check({"batch_size": batch_size, "num_workers": num_workers})
-        store, where, total = self._filled_store(), place(), len(self)
+        store, where, total = self._filled_store(), place(), len(self) * self._recipe.views
         levels = store.levels
         absent = mine[~levels.has(int_keys(levels.namespace, mine))].tolist()
         there = len(mine) - len(absent)
         if there:
             logger.info("%s: %d of %d samples are there already", store.name, there, len(mine))
-        loader: DataLoader[Any] = DataLoader(
+        loader: Iterable[Any] = DataLoader(
             _Filling(self),
             batch_size,
             sampler=absent,
@@ -440,6 +472,8 @@ class CachedDataset(Keeper, Dataset[Any]):
             collate_fn=_as_it_is,
             generator=torch.Generator(),  # the default one must not advance
         )
+        if self._recipe.is_mapped:
+            loader = filled(self, absent, num_workers=num_workers, batch_size=batch_size)
         counts, nbytes = SimpleNamespace(hits=0, misses=0), 0
         known = len(absent) if where.world_size == 1 else total
         is_shown = where.rank == 0 and bool(absent)
@@ -450,6 +484,8 @@ class CachedDataset(Keeper, Dataset[Any]):
                 counts.misses += loaded
                 nbytes += size
                 progress.update(lambda: (size, None))  # noqa: B023  # called at once
+                if on_progress is not None:
+                    on_progress(there + counts.hits + counts.misses, len(mine), nbytes)
         finally:
             progress.close()
         levels.flush()
@@ -482,7 +518,7 @@ class CachedDataset(Keeper, Dataset[Any]):
         check({"batch_size": batch_size})
         if type(batches) is not int or batches < 1:
             raise OptionError(f"batches={shown(batches)}: expected an int of at least 1")
-        store, count, looks = self._filled_store(), len(self), Looks()
+        store, count, looks = self._filled_store(), len(self) * self._recipe.views, Looks()
         chosen = np.linspace(0, count - 1, min(count, batches * batch_size)).astype(np.int64).tolist()
         random, start = RandomState([]), time.perf_counter()
         try:
@@ -493,6 +529,11 @@ class CachedDataset(Keeper, Dataset[Any]):
                     why = next(iter(batch.refused.values()), "random numbers are drawn")
                     raise NotCachedError(f"{store.name}: samples would not be cached: {why}")
                 rows = [rows for _, rows in batch.parts]
+                if isinstance(store, MappedStore) and store.mapped is not None:
+                    with torch.no_grad():
+                        output = store.mapped.map.of(samples)
+                    rows = [rows for _, rows in store.mapped.parts(output, len(samples))]
+                    seconds = time.perf_counter() - start
                 looks.add(len(samples), seconds, row_sizes(rows, store.levels.settings))
                 start = time.perf_counter()
         finally:
@@ -504,8 +545,41 @@ class CachedDataset(Keeper, Dataset[Any]):
         return looks.estimate(store.levels, mine, count, **_HINTS)
 
     def missing(self) -> Positions:
-        """Indices, int64 ``(k,)``, of samples that are not cached, or not in the `cache_dir` or server."""
-        return np.arange(len(self)) if self._store is None else self._store.levels.absent(len(self))
+        """Indices, int64 ``(k,)``, of samples that are not cached, or not in the `cache_dir` or server.
+
+        With `views`, of samples that lack a variant.
+        """
+        count = len(self)
+        if self._store is None:
+            return np.arange(count)
+        absent = self._store.levels.absent(count * self._recipe.views)
+        return absent if self._recipe.views == 1 else np.unique(absent % count)
+
+    def insert(self, indices: Sequence[int], rows: Any) -> None:
+        """Keep what was made elsewhere for n samples: a list of samples or, with `map`, its output for them.
+
+        Rows that are there stay. It is up to the caller that they are what would be loaded or computed.
+        """
+        store, plain = self._filled_store(), self._recipe.variants(indices, self._view)
+        keys = int_keys(store.levels.namespace, plain)
+        if isinstance(store, MappedStore):
+            store.insert(keys, rows)
+        elif len(rows) != len(plain):
+            raise OptionError(f"rows: expected a list of {len(plain)} samples, one for each index")
+        else:
+            store.keep(keys, rows, store.tally.drops)
+
+    def seal(self) -> None:
+        """Serve what is kept, and make nothing more: a sample that is not there is then an error.
+
+        Afterwards the dataset and `map` are not used, so their memory may be freed. Writes queued rows first.
+        """
+        self.flush()
+        self._filled_store()
+        self._recipe.map = None
+        self._recipe.is_sealed = True
+        if isinstance(self._store, MappedStore):
+            self._store.mapped = None
 
     def explain(self) -> str:
         """Why samples were loaded again: the differences from the dataset of earlier runs.

@@ -279,14 +279,23 @@ class _DatasetWalk(Walk):
 
 
 def document(
-    identity: Identity, dataset: Any, name: str | None, version: str | int | None, map: str | None = None
+    identity: Identity,
+    dataset: Any,
+    name: str | None,
+    version: str | int | None,
+    made_of: Any = None,
+    views: int = 1,
 ) -> dict[str, Any]:
-    """The description of a dataset's namespace, as JSON for ``fingerprint.json``; `map` is its name."""
-    said = {
-        "length": length_of(dataset),
-        "name": name,
-        "version": None if version is None else str(version),
-    } | ({} if map is None else {"map": map})
+    """The description of a dataset's namespace, as JSON for ``fingerprint.json``, perhaps with a `Map`."""
+    said = (
+        {
+            "length": length_of(dataset),
+            "name": name,
+            "version": None if version is None else str(version),
+        }
+        | ({} if made_of is None else {"map": made_of.name()})
+        | ({} if views == 1 else {"views": views})
+    )
     return document_of(identity, qualified_name(type(dataset))) | {"dataset": said}
 
 

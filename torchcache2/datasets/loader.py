@@ -1,13 +1,14 @@
 """`Loader`: batches of a cached dataset, straight from its rows.
 
-A batch whose rows are all there is gathered from the tiers: no worker, no sample, no collating. Where a tier is
-slow, a thread reads the rows of the next batches meanwhile. Of other batches, worker processes load the missing
-samples ahead of need, and `map`, if there is one, runs here.
+A batch whose rows are all there is gathered from the tiers: no worker, no sample, no collating. Where a tier
+is slow, a thread reads the rows of the next batches meanwhile. Of other batches, worker processes load the
+missing samples ahead of need, and `map`, if there is one, runs here.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -20,22 +21,21 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
 
-from torchcache2.core.errors import OptionError
+from torchcache2.core.errors import OptionError, UnserialisableError
 from torchcache2.core.keys import Positions, int_keys
-from torchcache2.core.logs import shown
 from torchcache2.core.private import pytree
 from torchcache2.core.process import place
 from torchcache2.core.rows import Leaf, Parts, Rows, Schema, merged
-from torchcache2.core.values import mapped, specs_of
+from torchcache2.core.values import leaves_of, mapped, specs_of
 from torchcache2.datasets.mapped import MappedStore
 from torchcache2.datasets.recipe import Recipe
 from torchcache2.datasets.source import Source
 from torchcache2.datasets.store import Store
 from torchcache2.engine.values.kinds import NumpyArray
-from torchcache2.engine.values.outputs import joined
+from torchcache2.engine.values.outputs import found, joined, output_of
 from torchcache2.engine.values.samples import Samples, from_rows
 from torchcache2.files.layout import schema_text
-from torchcache2.files.schema import UnserialisableError, schema_from_json
+from torchcache2.files.schema import schema_from_json
 from torchcache2.identity.encoding import digest
 
 _AHEAD = 2  # blocks that are read before they are needed
@@ -97,11 +97,23 @@ class _Block:
         With a map, the call that asks for all of them; None if it cannot be cached.
     """
 
-    def __init__(self, indices: Positions, computation: Any, found: Callable[[], list[Parts]]) -> None:
+    def __init__(
+        self,
+        indices: Positions,
+        computation: Any,
+        found: Callable[[], list[Parts]],
+        drops: Callable[[], Any],
+    ) -> None:
         self.indices, self.computation = indices, computation
+        self._drops, self._before = drops, drops()
         self._found: Callable[[], list[Parts]] | None = found
         self.tiers = np.full(len(indices), -1)
         self.parts: Parts = []
+
+    def read_by(self, thread: ThreadPoolExecutor) -> None:
+        """Have a thread read the rows."""
+        assert self._found is not None
+        self._found = thread.submit(self._found).result
 
     def wait(self) -> None:
         """Return once its rows are read."""
@@ -116,6 +128,10 @@ class _Block:
             rows = joined(self.parts, len(self.indices), device=_CPU)
             if rows is not None:
                 self.parts = [(np.arange(len(rows)), rows)]
+
+    def is_current(self) -> bool:
+        """Whether no rows were dropped since, such as stale ones."""
+        return bool(self._drops() == self._before)
 
     @property
     def nbytes(self) -> int:
@@ -178,8 +194,10 @@ class Loader:
         rank: int | None,
         world_size: int | None,
         workers: dict[str, Any],
+        are_variants: bool = False,
         **order: Any,
     ) -> None:
+        self._are_variants = are_variants  # the sampler draws from all variants of samples
         self.dataset, self.num_workers, self.collate_fn = dataset, num_workers, collate_fn
         self.device = None if device is None else torch.device(device)
         is_cuda = self.device is not None and self.device.type == "cuda"
@@ -206,12 +224,16 @@ class Loader:
         if order["batch_size"] is None and order["batch_sampler"] is None:
             raise OptionError("batch_size=None: a loader makes batches; for single samples, use dataset[i]")
         self._order: DataLoader[Any] = DataLoader(indices, collate_fn=list, **order)
-        batches = self._order.batch_sampler
-        samplers = {id(one): one for one in (self._order.sampler, batches, getattr(batches, "sampler", None))}
+        batches: Any = self._order.batch_sampler
+        samplers: dict[int, Any] = {
+            id(one): one for one in (self._order.sampler, batches, getattr(batches, "sampler", None))
+        }
         self._samplers = [one for one in samplers.values() if hasattr(one, "set_epoch")]
         found = [self._order, *samplers.values()]
         generators = [torch.default_generator, *(getattr(one, "generator", None) for one in found)]
-        self._generators = [*{id(one): one for one in generators if isinstance(one, torch.Generator)}.values()]
+        self._generators = [
+            *{id(one): one for one in generators if isinstance(one, torch.Generator)}.values()
+        ]
 
     def __len__(self) -> int:
         return len(self._order)
@@ -271,22 +293,24 @@ class Loader:
     def made(self, plan: _Plan, ready: dict[int, Any]) -> Any:
         """A batch; workers have loaded the samples in `ready`."""
         dataset, indices = self.dataset, plan.indices
-        store, source, transform = dataset._store, dataset._source, dataset._recipe.transform
+        source, transform = dataset._source, dataset._recipe.transform
         is_plain = transform is None and self.collate_fn is None
-        rows = plan.rows() if is_plain else None
+        rows = plan.rows() if is_plain and plan.block.is_current() else None
         for batch in self._found(plan, rows) if rows is not None else ():
             return batch
         with source.holding(ready):
-            if is_plain and dataset.is_mapped:
-                return dataset.output(indices)
-            return (self.collate_fn or default_collate)(dataset.__getitems__(indices))
+            if is_plain and dataset._recipe.map is not None:
+                return dataset._output(indices)
+            return (self.collate_fn or default_collate)(dataset._samples(indices))
 
     def _found(self, plan: _Plan, rows: Rows) -> list[Any]:
         """The batch of these rows in a list; empty if it must be made in another way."""
         store, block, batches = self.dataset._store, plan.block, list[Any]()
-        if isinstance(store, MappedStore):
-            if store.mapped is not None and block.computation is not None:
-                batches = store.mapped.found(block.computation, slice(plan.start, plan.end), rows)
+        if isinstance(store, MappedStore) and store.is_making:
+            if block.computation is not None:
+                batches = store.mapped.found(block.computation, slice(plan.start, plan.end), rows)  # type: ignore[union-attr]
+        elif self.dataset._recipe.is_mapped:
+            batches = [output_of(found(rows), device=_CPU)]
         elif store is not None and not store.is_verifying and (stacked := self._stacked(rows)) is not None:
             batches = [stacked]
         if batches and store is not None:
@@ -346,20 +370,27 @@ class _Reading:
 
     def _draw(self) -> bool:
         """Plan some more batches; False if there are none."""
-        batches = [np.array(one, np.int64) for one in islice(self._drawn, self._together)]
+        loader, recipe = self._loader, self._loader.dataset._recipe
+        drawn = islice(self._drawn, self._together)
+        if loader._are_variants:
+            batches = [np.array(one, np.int64) for one in drawn]
+        else:
+            batches = [recipe.variants(one, loader.epoch) for one in drawn]
         if not batches:
             return False
         indices, store, computation = np.concatenate(batches), self._store, None
         found: Callable[[], list[Parts]] = list
+        drops: Callable[[], Any] = int
         if store is not None:
             levels = store.levels
             if isinstance(store, MappedStore) and store.is_making:
                 computation = store.mapped.asked(indices)  # type: ignore[union-attr]
             keys = int_keys(levels.namespace, indices) if computation is None else computation.keys
             found = lambda: list(levels.found(keys)) if self._store is store else []  # noqa: E731
-            if self._thread is not None:
-                found = self._thread.submit(found).result
-        block, start = _Block(indices, computation, found), 0
+            drops = functools.partial(levels.drops, keys.namespace)
+        block, start = _Block(indices, computation, found, drops), 0
+        if store is not None and self._thread is not None:
+            block.read_by(self._thread)
         for one in batches:
             plan = _Plan(block, start, start := start + len(one))
             self._plans.append(plan)
@@ -422,6 +453,41 @@ class _Reading:
         return mapped(place, batch, objects=True)
 
 
+def filled(
+    dataset: Any, absent: Sequence[int], *, num_workers: int, batch_size: int
+) -> Iterator[tuple[int, int, int]]:
+    """Make what is missing; how many of each batch were found and made, and the bytes of their rows.
+
+    `NotCachedError` if it is not kept.
+    """
+    store = dataset._store
+    loader = Loader(
+        dataset,
+        num_workers=num_workers,
+        collate_fn=None,
+        pin_memory=False,
+        device=None,
+        rank=0,
+        world_size=1,
+        workers={},
+        are_variants=True,
+        batch_size=batch_size,
+        sampler=absent,
+        batch_sampler=None,
+        drop_last=False,
+        shuffle=None,
+        generator=torch.Generator(),
+    )
+    counters, left = store.mapped.engine.counters, len(absent)
+    before = counters.misses
+    for batch in loader:
+        store.mapped.raise_if_bypassed()
+        count, made, before = min(batch_size, left), counters.misses - before, counters.misses
+        left -= count
+        size = sum(leaf.nbytes for leaf in leaves_of(batch, objects=True) if isinstance(leaf, Tensor))
+        yield count - made, made, size
+
+
 class _Once:
     """A sampler that can be read once."""
 
@@ -453,7 +519,10 @@ def stacking(rows: Rows) -> Callable[[Rows], Any]:
         return pytree.tree_unflatten(columns, structure)
 
     first, _ = pytree.tree_flatten(stacked(Rows(schema, [column[:1] for column in rows.columns], 1)))
-    forms = [[(type(leaf), leaf.dtype, leaf.shape) for leaf in some if type(leaf) is Tensor] for some in (leaves, first)]
+    forms = [
+        [(type(leaf), leaf.dtype, leaf.shape) for leaf in some if type(leaf) is Tensor]
+        for some in (leaves, first)
+    ]
     return stacked if forms[0] == forms[1] and len(forms[0]) == len(leaves) else _unknown
 
 

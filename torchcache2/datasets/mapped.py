@@ -24,7 +24,7 @@ from torch.utils.data import default_collate, get_worker_info
 from torchcache2.core.errors import NotCachedError, OptionError, OutputError
 from torchcache2.core.keys import Keys, Positions
 from torchcache2.core.logs import shown
-from torchcache2.core.rows import Rows
+from torchcache2.core.rows import Parts, Rows
 from torchcache2.core.settings import CacheSettings, disabled_by_environment
 from torchcache2.core.values import UnstorableError, mapped
 from torchcache2.datasets.identity import as_index, keys_of
@@ -87,12 +87,13 @@ class Map:
                 f"map={shown(function)}: expected a function of a batch of samples, a method, or a module"
             )
         self.function, self.collate, self._samples = function, collate, samples
-        self.method, root = "forward", function
+        self.method = "forward"
+        root: Any = function
         if isinstance(function, types.MethodType):
             self.method, root = function.__name__, function.__self__
         elif not isinstance(function, (types.FunctionType, nn.Module)):
             root = _closing_over(function)
-        self.root: Any = root
+        self.root = root
         self.owner = Owner(None)
         self.owner.root = weakref.ref(root)
         self.keeper = keeper = self.owner.keeper(settings)
@@ -174,7 +175,7 @@ class Mapped(ModuleCache):
         return None
 
     def found(self, asked: Computation, some: slice, rows: Rows) -> list[Any]:
-        """The output for some of the samples of a call, in a list, from their rows; empty if a check is due."""
+        """The output for some samples of a call, in a list, from their rows; empty if a check is due."""
         start, keys = time.perf_counter(), asked.keys
         if not self._holds(asked):
             return []
@@ -203,6 +204,11 @@ class Mapped(ModuleCache):
             return False
         return is_same and self._known.signature.bind((_ONE,), {}).context == asked.call.context
 
+    def raise_if_bypassed(self) -> None:
+        """Raise `NotCachedError` if the last call was not cached."""
+        if self.bypass is not None:
+            raise BypassError(self.bypass, self.reasons[self.bypass]).as_error(self.name)
+
     def plainly(self, indices: Sequence[int]) -> Any:
         """The same without the cache."""
         with torch.no_grad():
@@ -215,13 +221,18 @@ class Mapped(ModuleCache):
 
     drew = False  # whether samples drew random numbers
 
-    def items(self, output: Any, count: int) -> list[Any]:
-        """The output of each of `count` samples, from that of their batch."""
+    def parts(self, output: Any, count: int) -> Parts:
+        """The rows of an output for `count` samples, as tiers keep them."""
         call = self._known.signature.bind((torch.arange(max(1, count), device="cpu"),), {})
         lists = self._known.lists(self._known.context(self.namespace, call))
+        lists.known.update(dict.fromkeys(lists.unsettled(output, count), True))  # most likely
+        return stored(rows_of(output, count, lists, device=_CPU))
+
+    def items(self, output: Any, count: int) -> list[Any]:
+        """The output of each of `count` samples, from that of their batch."""
         try:
             items: list[Any] = [None] * count
-            for positions, rows in stored(rows_of(output, count, lists, device=_CPU)):
+            for positions, rows in self.parts(output, count):
                 for position, item in zip(positions.tolist(), items_of(rows), strict=True):
                     items[position] = item
             return items
@@ -253,7 +264,9 @@ def _item(position: int, count: int, leaf: Any) -> Any:
 class MappedStore(Store):
     """Finds what a map has made of samples; only where there is a `mapped` is anything made."""
 
-    def __init__(self, name: str, levels: Levels, tally: Tally, source: Source, mapped: Mapped | None) -> None:
+    def __init__(
+        self, name: str, levels: Levels, tally: Tally, source: Source, mapped: Mapped | None
+    ) -> None:
         super().__init__(name, levels, tally, source)
         self.mapped = mapped
 
@@ -265,11 +278,13 @@ class MappedStore(Store):
         sought = self.find(keys_of(self.levels.namespace, plain))
         if not sought.found.all():
             missing = plain[int(np.flatnonzero(~sought.found)[0])]
-            raise NotCachedError(
-                f"{self.name}: nothing is kept for sample {missing!r}, and map= runs in the process that made "
-                "the dataset only, not in workers or copies. Fill it with warmup(), or read batches by "
-                "loader(), which runs map where it is called"
+            why = (
+                "it is sealed, or a copy"
+                if self.mapped is None
+                else "a worker does not run map=. Fill it with warmup(), or read batches by loader(), which "
+                "runs map in this process"
             )
+            raise NotCachedError(f"{self.name}: nothing is kept for sample {missing!r}, and {why}")
         self.tally.add(**sought.counts)
         return sought.samples
 
@@ -278,7 +293,7 @@ class MappedStore(Store):
         """Whether this process runs the map."""
         return self.mapped is not None and get_worker_info() is None
 
-    def output(self, indices: Sequence[int]) -> Any:
+    def output(self, indices: Sequence[Any]) -> Any:
         """What the map makes of a batch of n samples, found or computed."""
         mapped, tally = self.mapped, self.tally
         assert mapped is not None
@@ -302,3 +317,9 @@ class MappedStore(Store):
         if tally.drops != drops:
             self.levels.drop(self.levels.namespace)
         return output
+
+    def insert(self, keys: Keys, output: Any) -> None:
+        """Keep an output for n samples that was made elsewhere."""
+        assert self.mapped is not None
+        for positions, rows in self.mapped.parts(output, len(keys)):
+            self.levels.keep(keys.take(positions), rows)

@@ -69,7 +69,10 @@ _OPTIONS = {
         "the share of hits to load again, from 0.0 to 1.0",
         lambda share: type(share) in (int, float) and 0 <= share <= 1,
     ),
-    "collate_fn": _Option("None or a callable that takes a list of samples", lambda v: v is None or callable(v)),
+    "views": _Option("an int of at least 1", _is_int(1)),
+    "collate_fn": _Option(
+        "None or a callable that takes a list of samples", lambda v: v is None or callable(v)
+    ),
     "partial": _SWITCH,
     "name": _Option(
         "a text that stands for the dataset, such as 'coco-train'",

@@ -7,8 +7,10 @@ import multiprocessing
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from torchcache2.core.errors import OptionError
-from torchcache2.core.keys import int_keys
+from torchcache2.core.keys import Positions, int_keys
 from torchcache2.core.logs import listed
 from torchcache2.core.private import is_given_work
 from torchcache2.core.settings import CacheSettings, disabled_by_environment
@@ -25,6 +27,7 @@ from torchcache2.datasets.options import Serving, level_settings
 from torchcache2.datasets.source import Source
 from torchcache2.datasets.store import Levels, Store
 from torchcache2.datasets.tally import DatasetStats, Tally
+from torchcache2.datasets.views import Views
 from torchcache2.engine.explain import compared
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.tiers.redis.server import hold
@@ -65,6 +68,10 @@ class Recipe:
         Share of hits to load again.
     map : Map or None
         What is made of samples, which is then kept in their place; pickles have none.
+    views : int
+        How many variants each sample has.
+    is_sealed : bool
+        Whether nothing is loaded or made any more.
     """
 
     title: str
@@ -82,12 +89,33 @@ class Recipe:
     checks: bool = False
     verify: float = 0.0
     map: Map | None = None
+    views: int = 1
+    is_sealed: bool = False
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether rows were made by a map."""
+        return "map" in (self.document.get("dataset") or {})
+
+    def variants(self, indices: Any, view: int) -> Positions:
+        """Where a variant of n samples is among all variants of all samples, int64 ``(n,)``."""
+        plain = np.array(indices, np.int64)
+        if self.views == 1 or len(plain) == 0:
+            return plain
+        count = (length_of(self.dataset) or 0) // self.views
+        if plain.max() >= count or plain.min() < -count:
+            raise IndexError(f"index {plain.max()} of {count:,} samples")
+        return plain % count + view % self.views * count
 
     @classmethod
     def of_dataset(cls, dataset: Any, options: Mapping[str, Any]) -> Recipe:
         """Read the dataset; an `OptionError` if later runs could not identify it."""
         settings, kept = settings_of(options)
-        name, version, length = options["name"], options["version"], length_of(dataset)
+        name, version = options["name"], options["version"]
+        views = options["views"]
+        title = type(dataset).__name__ if name is None else name
+        if views > 1:
+            dataset = Views(dataset, views, options["seed"])
         identity, made_of = identify(dataset, name=name, version=version), None
         if options["map"] is not None:
             made_of = Map(options["map"], options["collate_fn"], settings, identity.fingerprint)
@@ -95,12 +123,13 @@ class Recipe:
                 fingerprint=made_of.keeper.fingerprint, unread=[*identity.unread, *made_of.keeper.unread]
             )
         recipe = cls(
-            title=type(dataset).__name__ if name is None else name,
+            title=title,
             identity=identity,
-            document=document(identity, dataset, name, version, made_of and made_of.name()),
+            document=document(identity, dataset, name, version, made_of, views),
             map=made_of,
+            views=views,
             settings=settings,
-            tally=Tally(length),
+            tally=Tally(length_of(dataset)),
             dataset=dataset,
             checks=not options["allow_random"],
             **{option: options[option] for option in ("transform", "name", "version", "verify")},
@@ -138,7 +167,7 @@ class Recipe:
         self._read_again()
 
     def _read_again(self) -> None:
-        if self.dataset is not None and "map" not in self.document.get("dataset", {}):
+        if self.dataset is not None and not self.is_mapped:
             self.identity = identify(self.dataset, name=self.name, version=self.version)
             self.document = document(self.identity, self.dataset, self.name, self.version)
 
@@ -164,7 +193,7 @@ class Recipe:
             self.settings = self.settings.replace({"persistent_cache_dir": servers})
             hold(servers)
         levels = self.levels()
-        if "map" not in self.document.get("dataset", {}) or source is None:
+        if not self.is_mapped or source is None:
             return Store(self.title, levels, self.tally, source, self.verify)
         mapped = None
         if self.map is not None:

@@ -81,6 +81,12 @@ class Kept:
         return cls(namespace, kind, length if is_length else None, *called, document)
 
     @property
+    def views(self) -> int:
+        """How many variants each sample has."""
+        views = self.document["dataset"].get("views", 1)
+        return views if type(views) is int and views > 0 else 1
+
+    @property
     def title(self) -> str:
         """Its name in messages."""
         return self.name or self.kind.rpartition(".")[2]
@@ -430,6 +436,7 @@ class ServedRecipe(Recipe):
             place=place,
             length=kept.length,
             partial=options["partial"],
+            views=kept.views,
             opening=opening,
             **kept_as,
         )

@@ -148,6 +148,10 @@ class Levels(TierStack):
             self.drop(self.namespace)
         return found
 
+    def drops(self, namespace: bytes) -> Any:
+        """A value that changes with each drop of a namespace, also by other processes."""
+        return self._last_drop(namespace), self._tally.drops
+
     def get(self, keys: Keys) -> Found:
         """As in `TierStack`; counts what it finds."""
         found = self.found(keys)

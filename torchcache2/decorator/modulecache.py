@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -16,11 +15,11 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from torchcache2.core.errors import NotCachedError, OptionError
-from torchcache2.core.keys import Keys
-from torchcache2.core.logs import logger, shown
+from torchcache2.core.logs import logger
 from torchcache2.core.process import AtExit
 from torchcache2.core.settings import CacheSettings, disabled_by_environment, strict_by_environment
 from torchcache2.core.sizes import is_out_of_memory
@@ -29,13 +28,14 @@ from torchcache2.decorator.bypass import EDITED, STALE, Backoff, BypassError, gl
 from torchcache2.decorator.forward import Computation, Known, Names, given_back, may_check
 from torchcache2.decorator.probe import CallChecks, Probes
 from torchcache2.decorator.tracing import Runner, is_traced, turns_grad_off
-from torchcache2.decorator.warmup import estimate, warm_up
+from torchcache2.decorator.warmup import arguments_of, estimate, warm_up
 from torchcache2.engine.batch import Checks, NotStoredError, WrongRowsError
 from torchcache2.engine.cache import Cache, now
 from torchcache2.engine.explain import NOTHING_DIFFERS, CallSeen, compared, of_calls
 from torchcache2.engine.running import Forward, OwnMemoryError
 from torchcache2.engine.stack import TierStack
 from torchcache2.engine.stats import ADDED_UP, CacheStats
+from torchcache2.engine.values.outputs import found, joined, output_of
 from torchcache2.identity.arguments import Signature
 from torchcache2.identity.encoding import qualified_name
 from torchcache2.identity.fingerprint import Fingerprint, at_most
@@ -106,12 +106,13 @@ class ModuleCache:
         self.settings: CacheSettings = settings
         self.engine: Cache = Cache(bytes(16), settings, tiers=tiers)
         self.engine.face, self.engine.must_stack = weakref.ref(self), settings.probe
-        self._owner = owner if owner is not None else beside._owner if beside is not None else Owner(history)
+        self._owner: Owner = owner or (beside._owner if beside is not None else Owner(history))
         self.kept: list[ModuleCache] = []  # other methods' caches without other references
         self.on_first_call: Callable[[Any], None] | None = None  # called with the object
         self._tell_missed: AtExit | None = None  # warns that only another method was called
         self._made = now()
         self.method = "forward"
+        self._sealed: tuple[bytes, torch.device] | None = None  # the namespace, and where outputs were made
         self.keeper = self._owner.keeper(settings)
         self._known = Known(settings, self.keeper, Runner(self._owner.thread), names)
         self._calls: deque[CallSeen] = deque(maxlen=2)
@@ -261,6 +262,8 @@ class ModuleCache:
         is_passed = self._known.runner.is_inside or not self.settings.enabled
         if is_passed or is_traced() or disabled_by_environment():
             return forward(*args, **kwargs)
+        if self._sealed is not None:
+            return self._found_only(*self._sealed, args, kwargs)
         try:
             output = self._call(forward, args, kwargs)
         except torch.cuda.OutOfMemoryError as error:
@@ -269,6 +272,56 @@ class ModuleCache:
         if not self._has_hinted:
             self._hint()
         return given_back(output, args, kwargs)
+
+    def seal(self, method: str | None = None) -> None:
+        """Find what is kept, and compute nothing more: an item that is not there is then an error.
+
+        The key stays what it is now. The module is not used any more: it may be changed, freed, or moved to
+        ``meta``. Returns once all rows are as durable as the tiers make them.
+        """
+        cache = self.of(method)
+        stop = bypass.of_reading(cache.keeper, cache.living_root())
+        if isinstance(stop, BypassError):
+            raise stop.as_error(cache.name)
+        seen = cache.keeper.look(cache.living_root())
+        cache.engine.namespace = seen.namespace
+        cache.engine.flush()
+        device = next((tensor.device for tensor in seen.tensors.tensors), _CPU)
+        cache._sealed = seen.namespace, device
+
+    def missing(self, batches: Iterable[Any], *, inputs: Callable[[Any], Any] | None = None) -> list[int]:
+        """The numbers of the items, counted over all batches, that would be computed; reads no row.
+
+        Parameters
+        ----------
+        batches : iterable
+            Batches of inputs, as for `warmup`.
+        inputs : callable, optional
+            As for `warmup`.
+        """
+        root, found, done = self.living_root(), list[int](), 0
+        namespace = self._sealed[0] if self._sealed is not None else self.keeper.look(root).namespace
+        for batch in batches:
+            call = self._known.signature.bind(*arguments_of(batch, inputs))
+            keys = self._known.keys(namespace, call)
+            found += (np.flatnonzero(~self.engine.tiers.has(keys)) + done).tolist()
+            done += len(keys)
+        return found
+
+    def _found_only(
+        self, namespace: bytes, device: torch.device, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """The output of a call from rows alone; `NotCachedError` if one is missing."""
+        call = self._known.signature.bind(args, kwargs)
+        keys, device = self._known.keys(namespace, call), call.device or device
+        parts = [(positions, found(rows)) for positions, rows in self.engine.tiers.get(keys).parts]
+        count = sum(len(positions) for positions, _ in parts)
+        rows = joined(parts, len(keys), device=device) if count == len(keys) > 0 else None
+        if rows is None:
+            text = f"{len(keys) - count} of {len(keys)} items are not there, and the cache is sealed"
+            raise NotCachedError(f"{self.name}: {text}")
+        self.engine.counters.add(hits=len(keys))
+        return given_back(output_of(rows, device=device), args, kwargs)
 
     def _begin(self, on_first_call: Callable[[Any], None]) -> None:
         self.on_first_call = None
