@@ -22,11 +22,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
 
 from torchcache2.core.errors import OptionError, UnserialisableError
-from torchcache2.core.keys import Positions, int_keys
+from torchcache2.core.keys import Positions
 from torchcache2.core.private import pytree
 from torchcache2.core.process import place
 from torchcache2.core.rows import Leaf, Parts, Rows, Schema, merged
 from torchcache2.core.values import leaves_of, mapped, specs_of
+from torchcache2.datasets.identity import as_array, keys_of
 from torchcache2.datasets.mapped import MappedStore
 from torchcache2.datasets.recipe import Recipe
 from torchcache2.datasets.source import Source
@@ -61,12 +62,12 @@ class _Loading(Dataset[Any]):
     """Loads samples in a worker, which sends them as rows: these are few tensors."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self._recipe, self._samples = recipe, Samples()
-        self._source: Source | None = None
+        self._recipe = recipe
+        self._source: Source | None = None  # made in the worker, as `_samples` is
 
     def __getitems__(self, indices: Sequence[Any]) -> tuple[list[Any], dict[int, Any], bool]:
         if self._source is None:
-            self._source = self._recipe.source()
+            self._source, self._samples = self._recipe.source(), Samples()
         samples, is_steady = self._source.load(indices)
         batch = self._samples.to_rows(samples)
         parts, others = [], set(batch.refused)
@@ -87,8 +88,8 @@ class _Block:
 
     Attributes
     ----------
-    indices : ndarray of int64, shape (n,)
-        Of all of their samples.
+    indices : ndarray, shape (n,)
+        Of all of their samples, from `as_array`.
     parts : list of tuple
         The rows that were found, after `wait`.
     tiers : ndarray of int, shape (n,)
@@ -224,6 +225,7 @@ class Loader:
         if order["batch_size"] is None and order["batch_sampler"] is None:
             raise OptionError("batch_size=None: a loader makes batches; for single samples, use dataset[i]")
         self._order: DataLoader[Any] = DataLoader(indices, collate_fn=list, **order)
+        DataLoader(indices, num_workers=num_workers, **workers)  # raises for what it does not know
         batches: Any = self._order.batch_sampler
         samplers: dict[int, Any] = {
             id(one): one for one in (self._order.sampler, batches, getattr(batches, "sampler", None))
@@ -373,7 +375,7 @@ class _Reading:
         loader, recipe = self._loader, self._loader.dataset._recipe
         drawn = islice(self._drawn, self._together)
         if loader._are_variants:
-            batches = [np.array(one, np.int64) for one in drawn]
+            batches = [as_array(one) for one in drawn]
         else:
             batches = [recipe.variants(one, loader.epoch) for one in drawn]
         if not batches:
@@ -385,7 +387,7 @@ class _Reading:
             levels = store.levels
             if isinstance(store, MappedStore) and store.is_making:
                 computation = store.mapped.asked(indices)  # type: ignore[union-attr]
-            keys = int_keys(levels.namespace, indices) if computation is None else computation.keys
+            keys = keys_of(levels.namespace, indices) if computation is None else computation.keys
             found = lambda: list(levels.found(keys)) if self._store is store else []  # noqa: E731
             drops = functools.partial(levels.drops, keys.namespace)
         block, start = _Block(indices, computation, found, drops), 0

@@ -16,6 +16,7 @@ from torchcache2.core.private import is_given_work
 from torchcache2.core.settings import CacheSettings, disabled_by_environment
 from torchcache2.datasets.identity import (
     Identity,
+    as_array,
     document,
     document_of,
     identify,
@@ -98,8 +99,8 @@ class Recipe:
         return "map" in (self.document.get("dataset") or {})
 
     def variants(self, indices: Any, view: int) -> Positions:
-        """Where a variant of n samples is among all variants of all samples, int64 ``(n,)``."""
-        plain = np.array(indices, np.int64)
+        """Where a variant of n samples is among all variants of all samples; see `as_array`."""
+        plain = as_array(indices)
         if self.views == 1 or len(plain) == 0:
             return plain
         count = (length_of(self.dataset) or 0) // self.views
