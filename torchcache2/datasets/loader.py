@@ -33,7 +33,7 @@ from torchcache2.datasets.recipe import Recipe
 from torchcache2.datasets.source import Source
 from torchcache2.datasets.store import Store
 from torchcache2.engine.values.kinds import NumpyArray
-from torchcache2.engine.values.outputs import found, joined, output_of
+from torchcache2.engine.values.outputs import ItemRows, found, joined, output_of
 from torchcache2.engine.values.samples import Samples, from_rows
 from torchcache2.files.layout import schema_text
 from torchcache2.files.schema import schema_from_json
@@ -120,11 +120,11 @@ class _Block:
         """Return once its rows are read."""
         if self._found is None:
             return
-        found, self._found = self._found(), None
-        for depth, parts in enumerate(found):
+        by_tier, self._found = self._found(), None
+        for depth, parts in enumerate(by_tier):
             for positions, _ in parts:
                 self.tiers[positions] = depth
-        self.parts = merged(list(chain.from_iterable(found)))
+        self.parts = [(where, found(rows)) for where, rows in merged(list(chain.from_iterable(by_tier)))]
         if len(self.parts) > 1 and (self.tiers >= 0).all():
             rows = joined(self.parts, len(self.indices), device=_CPU)
             if rows is not None:
@@ -164,6 +164,8 @@ class _Plan:
         parts = self.block.parts
         if len(parts) == 1 and len(parts[0][0]) == len(self.block.indices):
             rows = parts[0][1]
+            if isinstance(rows, ItemRows):
+                return rows.take(torch.arange(start, end, device="cpu"))
             return Rows(rows.schema, [column[start:end] for column in rows.columns], len(self))
         some = []
         for positions, rows in parts:
@@ -312,7 +314,7 @@ class Loader:
             if block.computation is not None:
                 batches = store.mapped.found(block.computation, slice(plan.start, plan.end), rows)  # type: ignore[union-attr]
         elif self.dataset._recipe.is_mapped:
-            batches = [output_of(found(rows), device=_CPU)]
+            batches = [output_of(rows, device=_CPU)]
         elif store is not None and not store.is_verifying and (stacked := self._stacked(rows)) is not None:
             batches = [stacked]
         if batches and store is not None:
