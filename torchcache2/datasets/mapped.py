@@ -104,7 +104,7 @@ class Map:
         modes = Signature(_by_index, shared=()).bind((_ONE,), {}).context
         keeper.beside = {f"samples {name}": data for name, data in samples.parts.items()}
         keeper.texts = {f"samples {name}": text for name, text in samples.values.items()}
-        keeper.beside["modes of torch"] = self.modes = digest([modes])
+        keeper.beside["modes of torch"] = digest([modes])
         if collate is not None:
             keeper.beside["collate_fn"] = self._of_collate(settings)
         keeper.look(root)
@@ -162,6 +162,7 @@ class Mapped(ModuleCache):
         self._plain = plain
         self.bind(made_of.root, plain, made_of.method)
         self.keeper.name = self.engine.name = made_of.title
+        self._usual = self._context()  # under the modes of torch that the namespace covers
 
     def __call__(self, indices: Sequence[int]) -> Any:
         """The output for n samples, its tensors on the CPU."""
@@ -213,7 +214,10 @@ class Mapped(ModuleCache):
             is_same = self.keeper.look(self.living_root()).namespace == asked.keys.namespace
         except Exception:  # the usual call says why
             return False
-        return is_same and self._known.signature.bind((_ONE,), {}).context == asked.call.context
+        return is_same and self._context() == asked.call.context
+
+    def _context(self) -> bytes:
+        return self._known.signature.bind((_ONE,), {}).context
 
     def raise_if_bypassed(self) -> None:
         """Raise `NotCachedError` if the last call was not cached."""
@@ -247,9 +251,9 @@ class Mapped(ModuleCache):
     def _names(self, namespace: bytes, call: BoundCall) -> Keys:
         """The keys of a call's samples; under other modes of torch, they have other keys."""
         keys = self._keys_of(namespace, call.args[0].numpy())
-        data, modes = keys.data, digest([call.context])
-        if modes != self.map.modes:
-            data = data ^ np.frombuffer(modes, np.uint8)
+        data = keys.data
+        if call.context != self._usual:
+            data = data ^ np.frombuffer(digest([call.context]), np.uint8)
         return Keys(namespace, data, _GROUP)
 
     def description(self, namespace: bytes) -> dict[str, Any]:

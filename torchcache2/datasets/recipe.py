@@ -7,8 +7,6 @@ import multiprocessing
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from torchcache2.core.errors import OptionError
 from torchcache2.core.keys import Positions, int_keys
 from torchcache2.core.logs import listed
