@@ -286,6 +286,13 @@ class CacheSettings:
         return place if isinstance(place, Bucket) and self.is_persistent else None
 
     @property
+    def folder(self) -> str | None:
+        """The lasting folder on this machine; None if there is none."""
+        place = self.persistent_cache_dir if self.is_persistent else None
+        place = place.local_dir if isinstance(place, Bucket) else place
+        return place if isinstance(place, str) else None
+
+    @property
     def is_persistent(self) -> bool:
         """Whether rows are kept outside of memory: as `persistent` says or, if None, if there is a place."""
         return self.persistent_cache_dir is not None if self.persistent is None else self.persistent

@@ -27,7 +27,6 @@ from xxhash import xxh3_128
 
 from torchcache2.core.errors import DeviceError, OptionError
 from torchcache2.core.logs import ToldOnce, listed, logger, shown
-from torchcache2.core.places import Bucket
 from torchcache2.core.private import COMPILER_ERRORS
 from torchcache2.core.process import ProcessLock
 from torchcache2.core.settings import CacheSettings
@@ -287,7 +286,7 @@ class _Lazy:
                 status = self._loaded_from if self.module is not None else self.status()
                 if self._read is not None and self._read[0] == status:
                     return self._read[1]
-                notes, key = Notes(_folder(settings)), digest([repr(status).encode()])
+                notes, key = Notes(settings and settings.folder), digest([repr(status).encode()])
                 is_recent = time.time() - max(max(one[4:6]) for one in status) / 1e9 < _RACY
                 found = None if is_recent else notes.get(key)
                 if found is None:
@@ -311,7 +310,7 @@ class _Lazy:
         with self._lock():
             key = digest([b"loaded", loader, content, self._mode])
             if key not in self._expected:
-                self._expected[key] = Notes(_folder(settings)).put(key, self._fresh)
+                self._expected[key] = Notes(settings.folder).put(key, self._fresh)
             if self._expected[key] != self._fresh:
                 self._told(
                     self._fresh.hex(),
@@ -439,12 +438,3 @@ def _digest(status: _Status) -> bytes:
                 hasher.update(memoryview(buffer)[:size])
         parts += [f"{number} {name}".encode("utf-8", "surrogateescape"), hasher.digest()]
     return digest(parts)
-
-
-def _folder(settings: CacheSettings | None) -> str | None:
-    """A cache's lasting folder on this machine; None if it has none."""
-    if settings is None or not settings.is_persistent:
-        return None
-    place = settings.persistent_cache_dir
-    place = place.local_dir if isinstance(place, Bucket) else place
-    return place if isinstance(place, str) else None

@@ -37,6 +37,7 @@ from torchcache2.engine.explain import NOTHING_DIFFERS, CallSeen, compared, of_c
 from torchcache2.engine.running import Forward, OwnMemoryError
 from torchcache2.engine.stack import TierStack
 from torchcache2.engine.stats import ADDED_UP, CacheStats
+from torchcache2.files.contents import FileDigests
 from torchcache2.identity.arguments import Signature
 from torchcache2.identity.encoding import qualified_name
 from torchcache2.identity.fingerprint import Fingerprint, at_most
@@ -141,7 +142,12 @@ class ModuleCache:
             self._own(names, plain) for names in (self.settings.shared_args, self.settings.item_args)
         )
         self._known.signature = Signature(
-            plain, shared=shared, item_args=items, method=self.method, ignore=self.settings.ignore
+            plain,
+            shared=shared,
+            item_args=items,
+            method=self.method,
+            ignore=self.settings.ignore,
+            content=FileDigests(self.settings.folder).of,
         )
         self.keeper.arguments |= self._known.signature.ignored
         self._is_without_grad = turns_grad_off(plain)
