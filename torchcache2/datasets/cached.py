@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from torchcache2.core.errors import NotCachedError, OptionError
-from torchcache2.core.keys import Positions, int_keys
+from torchcache2.core.keys import Positions
 from torchcache2.core.logs import logger, shown
 from torchcache2.core.process import place
 from torchcache2.core.settings import Policy
@@ -131,6 +131,12 @@ class CachedDataset(Keeper, Dataset[Any]):
         by its name, its class, or the first digits of its namespace.
     version : str or int, optional
         Change it when samples change in a way that the cache cannot see, such as files behind the same paths.
+    keys : sequence or callable, optional
+        Which sample each one is: a text, int, bytes, path, or tuple of these for each sample, or a function
+        of the index. A path to a file stands for the file's content. A row then belongs to the key, not to
+        the position: a sample that is added, removed, moved or edited costs one row. Equal keys mean equal
+        samples. Neither the length counts then, nor lists, arrays and the like with an entry for each sample;
+        `explain` says which. Without a dataset: needed if there were keys when the folder was filled.
     transform : callable, optional
         Called with each sample after the cache, for example for random augmentation.
     policy : {"keep", "lru"}
@@ -212,6 +218,7 @@ class CachedDataset(Keeper, Dataset[Any]):
         disk_size: Size | None = None,
         name: str | None = None,
         version: str | int | None = None,
+        keys: Sequence[Any] | Callable[[Any], Any] | None = None,
         transform: Callable[[Any], Any] | None = None,
         policy: Policy = "keep",
         compression: str = "none",
@@ -333,7 +340,7 @@ class CachedDataset(Keeper, Dataset[Any]):
         check({"batch_size": batch_size, "num_workers": num_workers})
         store, where, total = self._filled_store(), place(), len(self)
         levels = store.levels
-        absent = mine[~levels.has(int_keys(levels.namespace, mine))].tolist()
+        absent = mine[~levels.has(levels.keys(mine))].tolist()
         there = len(mine) - len(absent)
         if there:
             logger.info("%s: %d of %d samples are there already", store.name, there, len(mine))

@@ -36,6 +36,7 @@ from torchcache2.identity.walk import GENERATORS, Walk
 _FORMAT = 1
 _MOST_LISTED = 64  # objects in longer containers have no parts
 _MOST_PARTS = 5000
+_LEAST_BY_KEY = 8  # samples: shorter lists may be sizes or means, and count
 _UNSEEDED = re.compile(r"\b(default_rng|RandomState|Random|SystemRandom)\((None)?\)")
 
 
@@ -52,12 +53,15 @@ class Identity(NamedTuple):
         The random generators that the dataset refers to.
     unseeded : list of str
         Its code that makes a generator without a seed.
+    by_sample : list of str
+        Paths of what was left out, as it has an entry for each sample, whose key says which sample it is.
     """
 
     fingerprint: Fingerprint
     unread: list[str]
     generators: list[Any]
     unseeded: Sequence[str] = ()
+    by_sample: Sequence[str] = ()
 
     @property
     def namespace(self) -> bytes:
@@ -65,7 +69,9 @@ class Identity(NamedTuple):
         return self.fingerprint.namespace
 
 
-def identify(dataset: Any, *, name: str | None = None, version: str | int | None = None) -> Identity:
+def identify(
+    dataset: Any, *, name: str | None = None, version: str | int | None = None, by_key: bool = False
+) -> Identity:
     """Read everything that the samples of a dataset depend on, but no sample.
 
     Parameters
@@ -76,6 +82,8 @@ def identify(dataset: Any, *, name: str | None = None, version: str | int | None
         A name that identifies the dataset; then only its length is read.
     version : str or int, optional
         Change it when samples change although code and attributes do not, such as files. 1 is not ``"1"``.
+    by_key : bool
+        Whether each sample has a key. Then neither the length counts, nor what has an entry for each sample.
 
     Returns
     -------
@@ -89,27 +97,30 @@ def identify(dataset: Any, *, name: str | None = None, version: str | int | None
     """
     check({"name": name, "version": version})
     # The length may depend on files that no attribute mentions.
-    given: dict[str, Any] = {"name": name, "version": version, "length": length_of(dataset)}
+    length = length_of(dataset)
+    given: dict[str, Any] = {"name": name, "version": version}
+    given |= {"keys": "given"} if by_key else {"length": length}
     if name is not None:
         return Identity(_named("dataset", given), [], _generators(dataset))
-    walk = _walked(dataset)
+    walk = _walked(dataset, by_key=by_key)
     tensors = TensorWatch(walk.tensors)
     tensors.refresh()
     for one in walk.loaded:  # a lazy module that is loaded may have been edited
         walk.parts |= {f"loaded {one.path} {name}": data for name, data in one.parts.items()}
     walk.parts["format"] = f"dataset {_FORMAT}, walk {walk.parts['format'].decode()}".encode()
     unread = sorted({*walk.unread, *tensors.unreadable})
-    return Identity(_fingerprint(walk.parts, given, tensors), unread, walk.generators, walk.draws)
+    fingerprint = _fingerprint(walk.parts, given, tensors)
+    return Identity(fingerprint, unread, walk.generators, walk.draws, walk.by_sample)
 
 
-def _walked(dataset: Any) -> _DatasetWalk:
+def _walked(dataset: Any, *, by_key: bool) -> _DatasetWalk:
     """A walk of a dataset, including the modules that its code imports at run time.
 
     Their content counts, even if this process has not imported them yet.
     """
     tried: set[str] = set()
     while True:
-        walk = _DatasetWalk(_Given(dataset), {}, CompiledTexts())
+        walk = _DatasetWalk(_Given(dataset, by_key=by_key), {}, CompiledTexts())
         new = walk.not_imported - tried
         if not new:
             return walk
@@ -180,16 +191,18 @@ def _fields(value: Any) -> dict[str, Any]:
 
 
 class _Given:
-    """The root of a walk."""
+    """The root of a walk: a dataset, and whether its samples have keys."""
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: Any, *, by_key: bool) -> None:
+        self.dataset, self.by_key = dataset, by_key
 
 
 class _DatasetWalk(Walk):
     """A walk with a part for each attribute of the dataset, of the datasets in it, and of other objects.
 
     It runs once, without watching: so a dataset may have more objects than a module.
+
+    If samples have keys, containers as long as the dataset, or as one in it, are left out in what is theirs.
     """
 
     most_objects = 1_000_000
@@ -197,6 +210,8 @@ class _DatasetWalk(Walk):
     held_in_bulk = (tuple, list, dict)
     _is_listed = False  # whether an element of a long container is being read
     _is_code = False  # whether code is being read, which may name anything
+    _length: int | None = None  # of the dataset being read, if its samples have keys
+    _by_key = False
 
     @property
     def draws(self) -> list[str]:
@@ -211,12 +226,33 @@ class _DatasetWalk(Walk):
         if isinstance(value, types.MemberDescriptorType):  # a slot, part of its class
             return b"u" + text_bytes(value.__name__)
         if type(value) is _Given:
-            return self.encode(value.dataset, path)
+            self._by_key, self.by_sample = value.by_key, list[str]()
+            return self._of_dataset(lambda: self.encode(value.dataset, path), value.dataset)
         data = super().other(value, path)
         if self.generators and self.generators[-1] is value:
             # The state counts, as a dataset may use a generator's seed without drawing from it.
             data += self.encode(state_of(value), f"{path} (state)")
         return data
+
+    def encode(self, value: Any, path: str) -> bytes:
+        """The bytes of `value`; nothing of it if it has an entry for each sample, whose key says it all."""
+        is_counted = self._length is None or self._is_code or self._is_listed
+        if not is_counted and _entries_of(value) == self._length:
+            self.by_sample.append(path or "the dataset")
+            return b"-"
+        return super().encode(value, path)
+
+    def _of_dataset(self, write: Callable[[], bytes], dataset: Any) -> bytes:
+        """Write what belongs to a dataset."""
+        length = length_of(dataset) if self._by_key else None
+        before, self._length = (
+            self._length,
+            length if length is not None and length >= _LEAST_BY_KEY else None,
+        )
+        try:
+            return write()
+        finally:
+            self._length = before
 
     def refused(self, value: Any, path: str, error: Exception) -> bytes:
         """Note an object that cannot be read."""
@@ -243,7 +279,7 @@ class _DatasetWalk(Walk):
             return self._with_fields(value, kind, path)
         if id(value) not in self._labels:
             label = self.label(value, f"dataset {path}".rstrip()).decode()
-            self.parts[label] = self._with_fields(value, kind, path)
+            self.parts[label] = self._of_dataset(lambda: self._with_fields(value, kind, path), value)
         return self._labels[id(value)]
 
     def _with_fields(self, value: Any, kind: type, path: str) -> bytes:
@@ -278,12 +314,28 @@ class _DatasetWalk(Walk):
         return b"attributes " + b"".join(names)
 
 
-def document(identity: Identity, dataset: Any, name: str | None, version: str | int | None) -> dict[str, Any]:
-    """The description of a dataset's namespace, as JSON for ``fingerprint.json``."""
+def _entries_of(value: Any) -> int | None:
+    """How many entries a plain container, tensor or table of pandas has; None for others."""
+    kind = type(value)
+    is_plain = kind in (list, tuple, dict, np.ndarray) or issubclass(kind, torch.Tensor)
+    is_table = kind.__module__.partition(".")[0] == "pandas" and hasattr(kind, "__len__")
+    if not (is_plain or is_table):
+        return None
+    return None if getattr(value, "ndim", 1) == 0 else len(value)
+
+
+def document(
+    identity: Identity, dataset: Any, name: str | None, version: str | int | None, *, by_key: bool = False
+) -> dict[str, Any]:
+    """The description of a dataset's namespace, as JSON for ``fingerprint.json``.
+
+    If its samples have keys, datasets of any length have this namespace.
+    """
     said = {
-        "length": length_of(dataset),
+        "length": None if by_key else length_of(dataset),
         "name": name,
         "version": None if version is None else str(version),
+        **({"keys": True} if by_key else {}),
     }
     return document_of(identity, qualified_name(type(dataset))) | {"dataset": said}
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchcache2.core.errors import OptionError
+from torchcache2.core.keys import Keys, Positions
 from torchcache2.core.logs import listed
 from torchcache2.core.private import is_given_work
 from torchcache2.core.settings import CacheSettings, disabled_by_environment
@@ -20,11 +21,13 @@ from torchcache2.datasets.identity import (
     length_of,
 )
 from torchcache2.datasets.options import Serving, level_settings
+from torchcache2.datasets.samplekeys import SampleKeys
 from torchcache2.datasets.source import Source
 from torchcache2.datasets.store import Levels, Store
 from torchcache2.datasets.tally import DatasetStats, Tally
 from torchcache2.engine.explain import compared
 from torchcache2.files.directory import CacheDirectory
+from torchcache2.identity.fingerprint import at_most
 from torchcache2.tiers.redis.server import hold
 
 OF_PROCESS = ("_source", "_store")  # attributes of a `Keeper` that each process makes
@@ -57,6 +60,8 @@ class Recipe:
         The source, and the function called with each sample after the cache.
     name, version : str or int, optional
         Identify the dataset, instead of or besides its content.
+    sample_keys : SampleKeys
+        Which sample an index is.
     checks : bool
         Whether to watch the dataset for drawing random numbers.
     verify : float
@@ -75,6 +80,7 @@ class Recipe:
     transform: Any = None
     name: str | None = None
     version: str | int | None = None
+    sample_keys: SampleKeys = dataclasses.field(default_factory=SampleKeys)
     checks: bool = False
     verify: float = 0.0
 
@@ -83,13 +89,16 @@ class Recipe:
         """Read the dataset; an `OptionError` if later runs could not identify it."""
         settings, kept = settings_of(options)
         name, version, length = options["name"], options["version"], length_of(dataset)
-        identity = identify(dataset, name=name, version=version)
+        sample_keys = SampleKeys(options.get("keys"), length, settings.folder)
+        by_key = sample_keys.are_given
+        identity = identify(dataset, name=name, version=version, by_key=by_key)
         recipe = cls(
             title=type(dataset).__name__ if name is None else name,
             identity=identity,
-            document=document(identity, dataset, name, version),
+            document=document(identity, dataset, name, version, by_key=by_key),
             settings=settings,
             tally=Tally(length),
+            sample_keys=sample_keys,
             dataset=dataset,
             checks=not options["allow_random"],
             **{option: options[option] for option in ("transform", "name", "version", "verify")},
@@ -125,8 +134,9 @@ class Recipe:
 
     def _read_again(self) -> None:
         if self.dataset is not None:
-            self.identity = identify(self.dataset, name=self.name, version=self.version)
-            self.document = document(self.identity, self.dataset, self.name, self.version)
+            by_key = self.sample_keys.are_given
+            self.identity = identify(self.dataset, name=self.name, version=self.version, by_key=by_key)
+            self.document = document(self.identity, self.dataset, self.name, self.version, by_key=by_key)
 
     @property
     def is_of_earlier_run(self) -> bool:
@@ -154,9 +164,14 @@ class Recipe:
     def levels(self, **options: Any) -> Levels:
         """The tiers in this process, even if nothing is kept; for the options, see `Levels`."""
         namespace, tally = self.identity.namespace, self.tally
-        levels = Levels(self.settings, namespace, self.document, self.options, self.job, tally, **options)
+        own = self.settings, namespace, self.document, self.options, self.job, tally, self.sample_keys
+        levels = Levels(*own, **options)
         self.job = levels.job
         return levels
+
+    def keys(self, indices: Sequence[Any] | Positions) -> Keys:
+        """The keys of the samples at n indices."""
+        return self.sample_keys.of(self.identity.namespace, indices)
 
     def seen(self) -> bytes:
         """A digest of the dataset as it is now, 16 bytes, even if it has a name."""
@@ -181,7 +196,11 @@ class Recipe:
         if directory is None and bypass is None:
             return "samples are in memory only, so there is no folder to compare with: give a cache_dir"
         kind, created = self.document["class"], self.document["created"]
-        return compared(self.title, kind, now, None, bypass, directory, created)
+        text = compared(self.title, kind, now, None, bypass, directory, created)
+        left_out = [
+            f"left out, as it has an entry for each sample: {path}" for path in self.identity.by_sample
+        ]
+        return "\n".join([text, *at_most(left_out)])
 
 
 class Keeper:

@@ -12,13 +12,14 @@ import numpy as np
 import torch
 
 from torchcache2.core.errors import NotCachedError, OutputError, UnreadableError
-from torchcache2.core.keys import Flags, Keys, Positions, int_key, int_keys
+from torchcache2.core.keys import Flags, Keys, Positions
 from torchcache2.core.logs import ToldOnce
 from torchcache2.core.memory import as_bytes
 from torchcache2.core.process import has_peers
 from torchcache2.core.rows import Parts, Rows, Schema
 from torchcache2.core.settings import CacheSettings
-from torchcache2.datasets.identity import as_index, keys_of
+from torchcache2.datasets.identity import as_index
+from torchcache2.datasets.samplekeys import SampleKeys
 from torchcache2.datasets.source import One, Source
 from torchcache2.datasets.tally import Tally
 from torchcache2.engine.stack import TierStack, has_any
@@ -54,7 +55,7 @@ class Levels(TierStack):
     tiers.
 
     Ranks with the same `name` share memory and temporary folder; so do processes with the same `job` (16
-    bytes), such as workers.
+    bytes), such as workers. `by` says which sample an index is.
     """
 
     def __init__(
@@ -65,10 +66,12 @@ class Levels(TierStack):
         name: str,
         job: bytes | None,
         tally: Tally,
+        by: SampleKeys,
         *,
         writes: bool = True,
         opened: Opened | None = None,
     ) -> None:
+        self.by = by
         self._is_worker, self._writes = job is not None, writes
         super().__init__(settings, name)
         self._opened = self._opened or opened
@@ -101,6 +104,10 @@ class Levels(TierStack):
         super().drop(namespace)
         self._hold()
 
+    def keys(self, indices: Sequence[Any] | Positions) -> Keys:
+        """The keys of the samples at n indices."""
+        return self.by.of(self.namespace, indices)
+
     @property
     def _lasting(self) -> Sequence[Tier]:
         """The lasting tiers, such as a folder with its bucket."""
@@ -129,7 +136,7 @@ class Levels(TierStack):
         found = [np.empty(0, np.int64)]
         for start in range(0, count, _ASKED_AT_ONCE):
             some = np.arange(start, min(count, start + _ASKED_AT_ONCE))
-            found.append(some[~self.has(int_keys(self.namespace, some))])
+            found.append(some[~self.has(self.keys(some))])
             if sum(map(len, found)) >= enough:
                 break
         return np.concatenate(found)
@@ -285,7 +292,7 @@ class Store:
         if not is_plain or torch.is_inference_mode_enabled():
             return _NOTHING
         start, levels = time.perf_counter_ns(), self.levels
-        found = levels.tiers[0].get_one(levels.namespace, *int_key(index), self._made)
+        found = levels.tiers[0].get_one(levels.namespace, *levels.by.one(index), self._made)
         if found is None:
             return _NOTHING
         tally.add_hit("memory_hits", time.perf_counter_ns() - start)
@@ -329,7 +336,7 @@ class Store:
             return source.plain(indices, one)
         start, before = time.perf_counter_ns(), source.nanoseconds
         indices = [as_index(index) for index in indices]  # normalised before use
-        keys = keys_of(self.levels.namespace, indices)
+        keys = self.levels.keys(indices)
         samples, found, counts, _ = self.find(keys)
         if self._verify > 0.0 and not self._is_verified(indices, samples, found, one):
             self.tally.add(**counts)
@@ -347,7 +354,7 @@ class Store:
         return samples
 
     def fill(self, indices: Sequence[int]) -> tuple[int, int, int]:
-        """Load and keep the samples at distinct ints, unless they are there or others load them.
+        """Load and keep the samples at ints, unless they are there or others load them.
 
         Returns
         -------
@@ -356,9 +363,11 @@ class Store:
         """
         drops = self.tally.drops  # first, as in `fetch`
         self._check_steady()
-        keys = keys_of(self.levels.namespace, indices)
+        keys = self.levels.keys(indices)
         absent = np.flatnonzero(~self.levels.has(keys))
         absent = absent[~self.levels.write_kept(keys.take(absent))]
+        if (distinct := keys.take(absent).first_positions()) is not None:
+            absent = absent[distinct[0]]
         loaded = nbytes = 0
         if len(absent):
             claim = self.levels.claim(keys.take(absent))
@@ -399,6 +408,9 @@ class Store:
         if not is_steady:
             self._moved(indices[0], one)
             self.tally.add(random=len(samples))
+            return samples, 0
+        if not self.levels.by.hold(keys, indices):
+            self.tally.add(misses=len(samples))
             return samples, 0
         return samples, self.keep(keys, samples, drops)
 
