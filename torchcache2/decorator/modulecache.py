@@ -65,7 +65,7 @@ class _Owner:
 
     def keeper(self, settings: CacheSettings) -> NamespaceKeeper:
         """The keeper of the object's namespace, by the options that are part of it."""
-        names = ("persistent_module_hash", "version", "cache_dtype", "distributed", "ignore")
+        names = ("persistent_module_hash", "version", "code_version", "cache_dtype", "distributed", "ignore")
         options = tuple(getattr(settings, name) for name in names)
         if options not in self._keepers:
             keeper = NamespaceKeeper("a cache without a module", settings, self.history)
@@ -147,6 +147,7 @@ class ModuleCache:
             item_args=items,
             method=self.method,
             ignore=self.settings.ignore,
+            code_version=self.settings.code_version,
             content=FileDigests(self.settings.folder).of,
         )
         self.keeper.arguments |= self._known.signature.ignored

@@ -208,8 +208,9 @@ class _ObjectKeepers:
     Holds modules weakly, so that a module passed for a while, such as a text encoder, can be freed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, code_version: str | int | None = None) -> None:
         self._lock = ProcessLock()
+        self._settings = CacheSettings(code_version=code_version)
         self._keepers: dict[int, tuple[Callable[[], Any], NamespaceKeeper]] = {}
 
     def look(self, value: Any, path: str) -> ObjectSeen:
@@ -233,7 +234,7 @@ class _ObjectKeepers:
             if reference is None or keeper is None or reference() is not value:
                 if len(keepers) >= _MOST_KEEPERS:
                     keepers.clear()
-                keeper = NamespaceKeeper(type(value).__name__, CacheSettings(), is_argument=True)
+                keeper = NamespaceKeeper(type(value).__name__, self._settings, is_argument=True)
                 try:
                     # A keeper keeps submodules and weights alive, so it must go with its module.
                     reference = weakref.ref(value, lambda _: keepers.pop(key, None) and None)
@@ -608,13 +609,14 @@ class Signature:
         item_args: Iterable[str] = (),
         method: str = "forward",
         ignore: Iterable[str] = (),
+        code_version: str | int | None = None,
         content: Content,
     ) -> None:
         self._content = content
         self._head = [b"()", method.encode()] if method != "forward" else []
         self._signature = inspect.signature(function)
         parameters = list(self._signature.parameters.values())
-        self._keepers = _ObjectKeepers()
+        self._keepers = _ObjectKeepers(code_version)
         self._renamed: dict[str, Any] = {}  # new names of parameters, by older names
         self._starts: dict[tuple[str, ...], bytes | None] = {}  # see `_start`
         self._elsewhere = "have the function close over other objects"

@@ -177,6 +177,7 @@ class Walk(CodeWalk):
         self.uses.root = type(root) if set(methods) - {"forward"} else None
         self._plain_root = root if methods and _has_fields_alone(root) else None  # read like a module
         self._settings, self._places = settings, places or {}
+        self.counts_code = settings is None or settings.code_version is None
         self._is_inner = labels is not None
         self._labels.update(labels or {})
         self._attributes: list[_Field] = []
@@ -202,6 +203,8 @@ class Walk(CodeWalk):
         self._close_fields()
         self.watch_all()
         self.names_grad |= any("enable_grad" in name or "grad_enabled" in name for name in self.parts)
+        if not self.counts_code:
+            self.leave_out_code(root)
 
     def encode(self, value: Any, path: str) -> bytes:
         """The bytes of `value`, or a token if there is too much of it."""
@@ -590,7 +593,8 @@ class Walk(CodeWalk):
         content = lazy.content(settings)
         self.parts[f"files {path}".rstrip()] = content
         if lazy.module is not None:
-            inner = Walk((lazy.module,), lazy.tokens, self._texts, settings=settings)
+            whole = settings and settings.replace({"code_version": None})  # as `namespace_of` reads it
+            inner = Walk((lazy.module,), lazy.tokens, self._texts, settings=whole)
             names = self._take_over(inner, path)
             code = Fingerprint.of_parts(loader.parts).namespace
             self.loaded.append(Loaded(path, lazy, code, content, inner.parts, names))
