@@ -5,6 +5,7 @@ import torch
 import yaml
 
 from torchcache2 import torchcache
+from torchcache2.datasets.identity import identify
 from torchcache2.identity.packages import Packages
 
 BEFORE = """
@@ -131,6 +132,18 @@ def test_others_of_one_code_version_are_others():
     functions = [doubled, halved, lambda x: x * 2, lambda x: x * 3]
     found = {torchcache(code_version=1)(one).cache_instance.module_hash for one in functions}
     assert len(found) == 4
+
+
+def test_code_of_a_dataset_does_not_count(load):
+    def of(text, by, **options):
+        text = f"class Data:\n  def __getitem__(self, i):\n    {text}\n    return i * self.by\n"
+        dataset = load("data", text).Data()
+        dataset.by = by
+        return identify(dataset, **options).namespace
+
+    first = of("pass", 2, code_version="1")
+    assert of("print(i)  # another", 2, code_version="1") == first
+    assert first not in (of("pass", 3, code_version="1"), of("pass", 2, code_version="2"), of("pass", 2))
 
 
 def test_an_upgrade_changes_nothing(monkeypatch):

@@ -137,6 +137,12 @@ class CachedDataset(Keeper, Dataset[Any]):
         the position: a sample that is added, removed, moved or edited costs one row. Equal keys mean equal
         samples. Neither the length counts then, nor lists, arrays and the like with an entry for each sample;
         `explain` says which. Without a dataset: needed if there were keys when the folder was filled.
+    ignore : str or sequence of str
+        Paths of attributes, globals and closures of the dataset that no sample depends on, such as
+        ``"cfg.lr"``; ``*`` stands for any text, ``?`` for one character. Code always counts.
+    code_version : str or int, optional
+        Stands for source code and the versions of packages, which then do not count; attributes do. You must
+        change it with code that changes samples.
     transform : callable, optional
         Called with each sample after the cache, for example for random augmentation.
     policy : {"keep", "lru"}
@@ -219,6 +225,8 @@ class CachedDataset(Keeper, Dataset[Any]):
         name: str | None = None,
         version: str | int | None = None,
         keys: Sequence[Any] | Callable[[Any], Any] | None = None,
+        ignore: str | Sequence[str] = (),
+        code_version: str | int | None = None,
         transform: Callable[[Any], Any] | None = None,
         policy: Policy = "keep",
         compression: str = "none",

@@ -22,16 +22,20 @@ from torch.utils.data import Dataset
 from xxhash import xxh3_128_digest
 
 from torchcache2.core.keys import Keys, int_keys
+from torchcache2.core.logs import logger
+from torchcache2.core.settings import CacheSettings
 from torchcache2.datasets.options import check
 from torchcache2.engine.cache import now as time_now
 from torchcache2.engine.randomness import state_of
+from torchcache2.identity.codewalk import place_of
 from torchcache2.identity.encoding import Encoder, digest, qualified_name, readable, text_bytes, texts_of
 from torchcache2.identity.fingerprint import Fingerprint
 from torchcache2.identity.guard import MUTABLE, size_of
 from torchcache2.identity.marks import __version__
-from torchcache2.identity.sourcecode import CompiledTexts
+from torchcache2.identity.names import has_fields
+from torchcache2.identity.sourcecode import CompiledTexts, names_in
 from torchcache2.identity.tensors import TensorWatch
-from torchcache2.identity.walk import GENERATORS, Walk
+from torchcache2.identity.walk import GENERATORS, Field, Walk
 
 _FORMAT = 1
 _MOST_LISTED = 64  # objects in longer containers have no parts
@@ -55,6 +59,8 @@ class Identity(NamedTuple):
         Its code that makes a generator without a seed.
     by_sample : list of str
         Paths of what was left out, as it has an entry for each sample, whose key says which sample it is.
+    ignored : list of str
+        Paths of what was left out because the user said so.
     """
 
     fingerprint: Fingerprint
@@ -62,6 +68,7 @@ class Identity(NamedTuple):
     generators: list[Any]
     unseeded: Sequence[str] = ()
     by_sample: Sequence[str] = ()
+    ignored: Sequence[str] = ()
 
     @property
     def namespace(self) -> bytes:
@@ -70,7 +77,13 @@ class Identity(NamedTuple):
 
 
 def identify(
-    dataset: Any, *, name: str | None = None, version: str | int | None = None, by_key: bool = False
+    dataset: Any,
+    *,
+    name: str | None = None,
+    version: str | int | None = None,
+    ignore: str | Sequence[str] | None = None,
+    code_version: str | int | None = None,
+    by_key: bool = False,
 ) -> Identity:
     """Read everything that the samples of a dataset depend on, but no sample.
 
@@ -82,6 +95,10 @@ def identify(
         A name that identifies the dataset; then only its length is read.
     version : str or int, optional
         Change it when samples change although code and attributes do not, such as files. 1 is not ``"1"``.
+    ignore : str or sequence of str, optional
+        Paths of values that no sample depends on.
+    code_version : str or int, optional
+        Stands for source code and versions of packages.
     by_key : bool
         Whether each sample has a key. Then neither the length counts, nor what has an entry for each sample.
 
@@ -93,16 +110,21 @@ def identify(
     Raises
     ------
     OptionError
-        If `name` is not a text, or `version` neither text nor int.
+        If `name` is not a text, `version` or `code_version` neither text nor int, or `ignore` no texts.
     """
     check({"name": name, "version": version})
     # The length may depend on files that no attribute mentions.
     length = length_of(dataset)
-    given: dict[str, Any] = {"name": name, "version": version}
+    settings = CacheSettings(ignore=ignore or (), code_version=code_version)
+    given: dict[str, Any] = {"name": name, "version": version, "ignore": settings.ignore or None}
     given |= {"keys": "given"} if by_key else {"length": length}
     if name is not None:
         return Identity(_named("dataset", given), [], _generators(dataset))
-    walk = _walked(dataset, by_key=by_key)
+    if code_version is not None:
+        given |= {"code_version": code_version, "class": place_of(dataset)}
+    walk = _walked(dataset, settings, by_key=by_key)
+    for text in walk.ignore.keys() - set().union(*walk.ignored.values()):
+        logger.warning("%s: ignore=%r matches nothing that counts", type(dataset).__name__, text)
     tensors = TensorWatch(walk.tensors)
     tensors.refresh()
     for one in walk.loaded:  # a lazy module that is loaded may have been edited
@@ -110,17 +132,18 @@ def identify(
     walk.parts["format"] = f"dataset {_FORMAT}, walk {walk.parts['format'].decode()}".encode()
     unread = sorted({*walk.unread, *tensors.unreadable})
     fingerprint = _fingerprint(walk.parts, given, tensors)
-    return Identity(fingerprint, unread, walk.generators, walk.draws, walk.by_sample)
+    return Identity(fingerprint, unread, walk.generators, walk.draws, walk.by_sample, sorted(walk.ignored))
 
 
-def _walked(dataset: Any, *, by_key: bool) -> _DatasetWalk:
+def _walked(dataset: Any, settings: CacheSettings, *, by_key: bool) -> _DatasetWalk:
     """A walk of a dataset, including the modules that its code imports at run time.
 
     Their content counts, even if this process has not imported them yet.
     """
     tried: set[str] = set()
+    root = _Given(dataset, by_key=by_key)
     while True:
-        walk = _DatasetWalk(_Given(dataset, by_key=by_key), {}, CompiledTexts())
+        walk = _DatasetWalk(root, {}, CompiledTexts(), settings=settings, ignore=settings.ignore)
         new = walk.not_imported - tried
         if not new:
             return walk
@@ -200,6 +223,7 @@ class _Given:
 class _DatasetWalk(Walk):
     """A walk with a part for each attribute of the dataset, of the datasets in it, and of other objects.
 
+    Of an object that code uses only by some of its plain fields, such as a configuration, only these count.
     It runs once, without watching: so a dataset may have more objects than a module.
 
     If samples have keys, containers as long as the dataset, or as one in it, are left out in what is theirs.
@@ -212,6 +236,7 @@ class _DatasetWalk(Walk):
     _is_code = False  # whether code is being read, which may name anything
     _length: int | None = None  # of the dataset being read, if its samples have keys
     _by_key = False
+    _owner: type = object  # the class of the object being read
 
     @property
     def draws(self) -> list[str]:
@@ -226,8 +251,9 @@ class _DatasetWalk(Walk):
         if isinstance(value, types.MemberDescriptorType):  # a slot, part of its class
             return b"u" + text_bytes(value.__name__)
         if type(value) is _Given:
-            self._by_key, self.by_sample = value.by_key, list[str]()
-            return self._of_dataset(lambda: self.encode(value.dataset, path), value.dataset)
+            self._by_key, self.by_sample, self._read_later = value.by_key, list[str](), set[str]()
+            self._begin(value.dataset)
+            return self.encode(value.dataset, path)
         data = super().other(value, path)
         if self.generators and self.generators[-1] is value:
             # The state counts, as a dataset may use a generator's seed without drawing from it.
@@ -236,30 +262,30 @@ class _DatasetWalk(Walk):
 
     def encode(self, value: Any, path: str) -> bytes:
         """The bytes of `value`; nothing of it if it has an entry for each sample, whose key says it all."""
-        is_counted = self._length is None or self._is_code or self._is_listed
-        if not is_counted and _entries_of(value) == self._length:
+        if self._is_by_sample(value):
             self.by_sample.append(path or "the dataset")
             return b"-"
         return super().encode(value, path)
 
-    def _of_dataset(self, write: Callable[[], bytes], dataset: Any) -> bytes:
-        """Write what belongs to a dataset."""
-        length = length_of(dataset) if self._by_key else None
-        before, self._length = (
-            self._length,
-            length if length is not None and length >= _LEAST_BY_KEY else None,
-        )
-        try:
-            return write()
-        finally:
-            self._length = before
+    def _is_by_sample(self, value: Any) -> bool:
+        is_counted = self._length is None or self._is_code or self._is_listed
+        return not is_counted and _entries_of(value) == self._length
+
+    def _begin(self, dataset: Any) -> int | None:
+        """Go on with what belongs to a dataset; returns the length of the one before."""
+        before, length = self._length, length_of(dataset) if self._by_key else None
+        self._length = None if length is None or length < _LEAST_BY_KEY else length
+        return before
 
     def refused(self, value: Any, path: str, error: Exception) -> bytes:
         """Note an object that cannot be read."""
         return self.unreadable(value, path)
 
     def klass(self, kind: type, path: str) -> bytes:
-        """Write down a class."""
+        """Write down a class, and note which attributes the code of one of torch or Python may read."""
+        if self.origins.of(kind) in ("torch", "builtin"):
+            methods = [one for one in vars(kind).values() if isinstance(one, types.FunctionType)]
+            self.uses.others |= set().union(*[names_in(one.__code__) for one in methods])
         return self._coded(super().klass, kind, path)
 
     def function(self, function: types.FunctionType, path: str) -> bytes:
@@ -275,11 +301,20 @@ class _DatasetWalk(Walk):
 
     def compound(self, value: Any, kind: type, path: str) -> bytes:
         """Walk an object; a dataset once, even if several others refer to it."""
+        before, self._owner = self._owner, kind
+        try:
+            return self._compound(value, kind, path)
+        finally:
+            self._owner = before
+
+    def _compound(self, value: Any, kind: type, path: str) -> bytes:
         if not issubclass(kind, Dataset) or issubclass(kind, nn.Module):
             return self._with_fields(value, kind, path)
         if id(value) not in self._labels:
             label = self.label(value, f"dataset {path}".rstrip()).decode()
-            self.parts[label] = self._of_dataset(lambda: self._with_fields(value, kind, path), value)
+            length = self._begin(value)
+            self.parts[label] = self._with_fields(value, kind, path)
+            self._length = length
         return self._labels[id(value)]
 
     def _with_fields(self, value: Any, kind: type, path: str) -> bytes:
@@ -304,14 +339,24 @@ class _DatasetWalk(Walk):
         self._label_counts.setdefault(f"module {path}", 1)  # a module on this path gets another label
         names, kind = [], "value" if self._is_code else "attribute"
         for name in sorted(state):
-            where = f"{path}.{name}" if path else name
-            data = self.encode(state[name], where)
+            where, value = f"{path}.{name}" if path else name, state[name]
             part = f"{kind} {where}"
-            while self.parts.get(part, data) != data:  # another object on the same path
-                part += "'"
-            self.parts[part] = data
+            is_config = not self._is_code and has_fields(value, set()) and not isinstance(value, Dataset)
+            is_config &= not self._is_by_sample(value) and where not in self._read_later
+            if is_config:  # read once it is known what code takes of it
+                self._read_later.add(where)
+                self._attributes.append(Field(self._owner, name, where, value, [], set(), set()))
+            else:
+                part = self.write(part, self.encode(value, where))
             names.append(text_bytes(part))
         return b"attributes " + b"".join(names)
+
+    def write(self, part: str, data: bytes) -> str:
+        """Write a part; returns its name, which is another one if another object has the same path."""
+        while self.parts.get(part, data) != data:
+            part += "'"
+        self.parts[part] = data
+        return part
 
 
 def _entries_of(value: Any) -> int | None:
@@ -325,9 +370,15 @@ def _entries_of(value: Any) -> int | None:
 
 
 def document(
-    identity: Identity, dataset: Any, name: str | None, version: str | int | None, *, by_key: bool = False
+    identity: Identity,
+    dataset: Any,
+    name: str | None = None,
+    version: str | int | None = None,
+    *,
+    by_key: bool = False,
+    **others: Any,
 ) -> dict[str, Any]:
-    """The description of a dataset's namespace, as JSON for ``fingerprint.json``.
+    """The description of a dataset's namespace, as JSON for ``fingerprint.json``; options as for `identify`.
 
     If its samples have keys, datasets of any length have this namespace.
     """

@@ -58,8 +58,8 @@ class Recipe:
         The name by which processes find each other; None before the first one begins.
     dataset, transform : object
         The source, and the function called with each sample after the cache.
-    name, version : str or int, optional
-        Identify the dataset, instead of or besides its content.
+    reading : dict
+        How the dataset is identified: options of `identify`.
     sample_keys : SampleKeys
         Which sample an index is.
     checks : bool
@@ -78,8 +78,7 @@ class Recipe:
     job: bytes | None = None
     dataset: Any = None
     transform: Any = None
-    name: str | None = None
-    version: str | int | None = None
+    reading: dict[str, Any] = dataclasses.field(default_factory=dict)
     sample_keys: SampleKeys = dataclasses.field(default_factory=SampleKeys)
     checks: bool = False
     verify: float = 0.0
@@ -88,20 +87,22 @@ class Recipe:
     def of_dataset(cls, dataset: Any, options: Mapping[str, Any]) -> Recipe:
         """Read the dataset; an `OptionError` if later runs could not identify it."""
         settings, kept = settings_of(options)
-        name, version, length = options["name"], options["version"], length_of(dataset)
+        name, length = options["name"], length_of(dataset)
         sample_keys = SampleKeys(options.get("keys"), length, settings.folder)
-        by_key = sample_keys.are_given
-        identity = identify(dataset, name=name, version=version, by_key=by_key)
+        reading = {option: options.get(option) for option in ("name", "version", "ignore", "code_version")}
+        reading["by_key"] = sample_keys.are_given
+        identity = identify(dataset, **reading)
         recipe = cls(
             title=type(dataset).__name__ if name is None else name,
             identity=identity,
-            document=document(identity, dataset, name, version, by_key=by_key),
+            document=document(identity, dataset, **reading),
             settings=settings,
             tally=Tally(length),
             sample_keys=sample_keys,
             dataset=dataset,
             checks=not options["allow_random"],
-            **{option: options[option] for option in ("transform", "name", "version", "verify")},
+            reading=reading,
+            **{option: options[option] for option in ("transform", "verify")},
             **kept,
         )
         if identity.unread and (recipe.serving or settings.persistent_cache_dir is not None):
@@ -134,9 +135,8 @@ class Recipe:
 
     def _read_again(self) -> None:
         if self.dataset is not None:
-            by_key = self.sample_keys.are_given
-            self.identity = identify(self.dataset, name=self.name, version=self.version, by_key=by_key)
-            self.document = document(self.identity, self.dataset, self.name, self.version, by_key=by_key)
+            self.identity = identify(self.dataset, **self.reading)
+            self.document = document(self.identity, self.dataset, **self.reading)
 
     @property
     def is_of_earlier_run(self) -> bool:
@@ -197,7 +197,8 @@ class Recipe:
             return "samples are in memory only, so there is no folder to compare with: give a cache_dir"
         kind, created = self.document["class"], self.document["created"]
         text = compared(self.title, kind, now, None, bypass, directory, created)
-        left_out = [
+        left_out = [f"left out by ignore: {path}" for path in self.identity.ignored]
+        left_out += [
             f"left out, as it has an entry for each sample: {path}" for path in self.identity.by_sample
         ]
         return "\n".join([text, *at_most(left_out)])

@@ -285,7 +285,7 @@ class CacheDirectory:
                 path = name.partition(" ")[2].partition(" of ")[0]
                 logger.warning(
                     "%s: %d earlier runs differ from this one in nothing but %s, so none finds rows of "
-                    "others. If no output depends on it, ignore=%r (for a dataset, name=) leaves it out",
+                    "others. If no output depends on it, ignore=%r leaves it out",
                     now.get("class"),
                     count,
                     name,
