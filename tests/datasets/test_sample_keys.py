@@ -171,3 +171,14 @@ def test_what_has_an_entry_for_each_sample_is_left_out(name):
 def test_keys_that_say_nothing_are_errors(keys, text, paths):
     with pytest.raises(OptionError, match=text):
         CachedDataset(Files(paths), memory_size="1MB", keys=keys)[0]
+
+
+def test_datasets_that_differ_in_what_comes_after_the_cache_share_memory(paths):
+    plain = CachedDataset(Files(paths), memory_size="1MB")
+    turned = CachedDataset(Files(paths), memory_size="1MB", transform=torch.neg)
+    other = CachedDataset(Files(paths), memory_size="2MB")
+    found = [[cached[index].item() for index in range(COUNT)] for cached in (plain, turned, other)]
+    assert found[0] == found[2] == [*range(COUNT)] and found[1] == [-i for i in range(COUNT)]
+    assert [cached.stats().misses for cached in (plain, turned, other)] == [COUNT, 0, COUNT]
+    plain.close()  # the other one still has them
+    assert turned[5] == -5 and turned.stats().misses == 0

@@ -252,5 +252,5 @@ def settings_of(options: Mapping[str, Any]) -> tuple[CacheSettings, dict[str, An
     serving = Serving.of(options)
     settings = level_settings(options, serving)
     sizes = (options["memory_size"], options["disk_size"], settings.persistent_cache_dir)
-    given = repr((*sizes, settings.policy, settings.compression, serving))
+    given = repr((*sizes, settings.policy, settings.compression, serving, options.get("allow_random")))
     return settings, {"serving": serving, "options": given}

@@ -26,7 +26,7 @@ from torchcache2.engine.stack import TierStack, has_any
 from torchcache2.engine.values.samples import Samples, from_rows, rebuilder
 from torchcache2.tiers.base import Signals, Tier
 from torchcache2.tiers.make import Description, InUse, Opened, make_levels
-from torchcache2.tiers.meeting import job_name
+from torchcache2.tiers.meeting import job_name, start_time
 from torchcache2.tiers.shared.tier import SharedTier
 
 _ASKED_AT_ONCE = 1 << 20  # keys
@@ -81,9 +81,10 @@ class Levels(TierStack):
         self.namespace = namespace
         self._user = _User(namespace, description)
         if job is None:
-            # Without a launcher, a process shares with its workers only.
+            # Without a launcher, a process shares with its workers only, and with other datasets of its own.
             is_shared = has_peers() or bool(os.environ.get("TORCHCACHE_JOB"))
-            job = job_name(os.environ, "dataset", namespace.hex(), name) if is_shared else os.urandom(16)
+            own = [] if is_shared else [str(os.getpid()), str(start_time(os.getpid()))]
+            job = job_name(os.environ, "dataset", namespace.hex(), name, *own)
         self.job = job
         self.join(self._user)
         self._hold()
