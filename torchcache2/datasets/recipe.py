@@ -89,7 +89,8 @@ class Recipe:
         settings, kept = settings_of(options)
         name, length = options["name"], length_of(dataset)
         sample_keys = SampleKeys(options.get("keys"), length, settings.folder)
-        reading = {option: options.get(option) for option in ("name", "version", "ignore", "code_version")}
+        names = ("name", "version", "ignore", "code_version")
+        reading: dict[str, Any] = {option: options.get(option) for option in names}
         reading["by_key"] = sample_keys.are_given
         identity = identify(dataset, **reading)
         recipe = cls(

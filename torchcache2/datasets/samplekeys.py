@@ -45,11 +45,11 @@ class SampleKeys:
 
     def of(self, namespace: bytes, indices: Sequence[Any] | Positions) -> Keys:
         """The keys of the samples at n indices, each as from `as_index`."""
-        is_array = isinstance(indices, np.ndarray)
+        if isinstance(indices, np.ndarray):
+            return self.of(namespace, indices.tolist()) if self.are_given else int_keys(namespace, indices)
         if not self.are_given:
-            return int_keys(namespace, indices) if is_array else keys_of(namespace, indices)
-        known = self._words
-        plain = [self._plain(index) for index in (indices.tolist() if is_array else indices)]
+            return keys_of(namespace, indices)
+        known, plain = self._words, list(map(self._plain, indices))
         if not all(map(self._is_known, plain)):
             data = b"".join(map(self._read, plain))
             return Keys(namespace, np.frombuffer(data, np.uint8).reshape(-1, 16))

@@ -26,7 +26,8 @@ from torchcache2.engine.stack import TierStack, has_any
 from torchcache2.engine.values.samples import Samples, from_rows, rebuilder
 from torchcache2.tiers.base import Signals, Tier
 from torchcache2.tiers.make import Description, InUse, Opened, make_levels
-from torchcache2.tiers.meeting import job_name, start_time
+from torchcache2.tiers.meeting import job_name
+from torchcache2.tiers.shared.region import start_time
 from torchcache2.tiers.shared.tier import SharedTier
 
 _ASKED_AT_ONCE = 1 << 20  # keys

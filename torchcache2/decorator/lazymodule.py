@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from xxhash import xxh3_128
 
 from torchcache2.core.errors import DeviceError, OptionError
 from torchcache2.core.logs import ToldOnce, listed, logger, shown
@@ -32,6 +31,7 @@ from torchcache2.core.process import ProcessLock
 from torchcache2.core.settings import CacheSettings
 from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.running import opaque
+from torchcache2.files.contents import RECENT, FileDigests
 from torchcache2.files.directory import Notes
 from torchcache2.identity.arguments import BoundCall
 from torchcache2.identity.encoding import digest
@@ -41,8 +41,6 @@ from torchcache2.identity.namespace import NamespaceKeeper, Seen, namespace_of
 from torchcache2.identity.obstacles import ShardedError, weights_of
 from torchcache2.identity.walk import Lazy
 
-_RACY = 2.0  # seconds; a file may change again within one tick of its file system's clock
-_PIECE = 4 << 20
 _WHY: ContextVar[str] = ContextVar("torchcache2_why", default="it is called without the cache")
 _Status = list[tuple[Any, ...]]
 
@@ -286,15 +284,10 @@ class _Lazy:
                 status = self._loaded_from if self.module is not None else self.status()
                 if self._read is not None and self._read[0] == status:
                     return self._read[1]
-                notes, key = Notes(settings and settings.folder), digest([repr(status).encode()])
-                is_recent = time.time() - max(max(one[4:6]) for one in status) / 1e9 < _RACY
-                found = None if is_recent else notes.get(key)
-                if found is None:
-                    found = _digest(status)
-                    if self.status() != status:
-                        found = os.urandom(16)
-                    elif not is_recent:
-                        notes.put(key, found)
+                is_recent = time.time() - max(max(one[4:6]) for one in status) / 1e9 < RECENT
+                found = _digest(status, FileDigests(None if settings is None else settings.folder))
+                if self.status() != status:
+                    found = os.urandom(16)
             except (OSError, OptionError):
                 # A file was deleted: the earlier digest still identifies what was loaded.
                 return os.urandom(16) if self._read is None else self._read[1]
@@ -429,14 +422,10 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _digest(status: _Status) -> bytes:
+def _digest(status: _Status, files: FileDigests) -> bytes:
     """A digest of the files' content, and of their names in the given folders."""
-    buffer = bytearray(_PIECE)
     parts = []
     for number, name, path, *_ in status:
-        hasher = xxh3_128()
-        with open(path, "rb", buffering=0) as file:
-            while size := file.readinto(buffer):
-                hasher.update(memoryview(buffer)[:size])
-        parts += [f"{number} {name}".encode("utf-8", "surrogateescape"), hasher.digest()]
+        content = files.of(path, os.stat(path))
+        parts += [f"{number} {name}".encode("utf-8", "surrogateescape"), content]
     return digest(parts)

@@ -20,7 +20,7 @@ from torchcache2.core.logs import logger
 from torchcache2.files.directory import CONTENTS, CacheDirectory
 from torchcache2.files.filesystem import FileSystem
 
-_RECENT = 2.0  # seconds; a file may change again within one tick of its file system's clock
+RECENT = 2.0  # seconds; a file may change again within one tick of its file system's clock
 _PIECE = 4 << 20
 _MOST = 1 << 20  # digests in memory
 _MOST_BYTES = 1 << 30
@@ -51,7 +51,7 @@ class FileDigests:
                 hasher.update(buffer[:size])
             is_same = _state(path, os.fstat(file.fileno())) == state
         digest = hasher.digest()
-        if is_same and began - max(found.st_mtime, found.st_ctime) > _RECENT:
+        if is_same and began - max(found.st_mtime, found.st_ctime) > RECENT:
             self._keep(state, digest)
             self._append(state + digest)
         return digest
@@ -69,8 +69,8 @@ class FileDigests:
             self._table = records, records[:, 0].copy()
         records, words = self._table
         word = np.frombuffer(state, "<u8")[0]
-        for at in range(*[int(words.searchsorted(word, side)) for side in ("left", "right")]):
-            record = records[at].tobytes()
+        for at in range(int(words.searchsorted(word)), int(words.searchsorted(word, "right"))):
+            record: bytes = records[at].tobytes()
             if record[:16] == state and xxh3_64_digest(record[:32]) == record[32:]:
                 self._keep(state, record[16:32])
                 return record[16:32]
