@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
 
 from torchcache2.core.errors import OptionError, UnserialisableError
-from torchcache2.core.keys import Positions, int_keys
+from torchcache2.core.keys import Positions
 from torchcache2.core.private import pytree
 from torchcache2.core.process import place
 from torchcache2.core.rows import Leaf, Parts, Rows, Schema, merged
@@ -385,7 +385,7 @@ class _Reading:
             levels = store.levels
             if isinstance(store, MappedStore) and store.is_making:
                 computation = store.mapped.asked(indices)  # type: ignore[union-attr]
-            keys = int_keys(levels.namespace, indices) if computation is None else computation.keys
+            keys = levels.keys(indices) if computation is None else computation.keys
             found = lambda: list(levels.found(keys)) if self._store is store else []  # noqa: E731
             drops = functools.partial(levels.drops, keys.namespace)
         block, start = _Block(indices, computation, found, drops), 0
