@@ -16,6 +16,7 @@ import sqlite3
 import sys
 import threading
 import tracemalloc
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -187,6 +188,21 @@ DIFFERENT = {
         lambda: Source([Options(i if i != 99 else 0) for i in range(100)]),
         ["attribute held changed"],
     ),
+    "a field of a configuration that is read": (
+        lambda: Configured(2, 0.1),
+        lambda: Configured(3, 0.1),
+        ["attribute cfg.size: 2 → 3"],
+    ),
+    "a configuration that is passed on": (
+        lambda: Passing(2, 0.1),
+        lambda: Passing(2, 0.2),
+        ["attribute cfg.lr: 0.1 → 0.2"],
+    ),
+    "an object of which torch's own code reads more than ours": (
+        lambda: Rooted(Listed([1, 2]), [0]),
+        lambda: Rooted(Listed([1, 3]), [0]),
+        ["attribute dataset.items: [1, 2] → [1, 3]"],
+    ),
     "inside of CachedDataset": (
         lambda: Subset(cached(Source(1)), [0]),
         lambda: Subset(cached(Source(2)), [0]),
@@ -198,6 +214,32 @@ DIFFERENT = {
         ["attribute dataset[1].size: 1 → 2"],
     ),
 }
+
+
+class Configured(Dataset):
+    def __init__(self, size, lr):
+        self.cfg = Namespace(size=size, lr=lr)
+
+    def __getitem__(self, index):
+        return torch.zeros(self.cfg.size)
+
+
+class Passing(Configured):
+    def __getitem__(self, index):
+        return torch.zeros(len(str(self.cfg)))
+
+
+class Listed:
+    def __init__(self, items):
+        self.root, self.items = "here", items
+
+    def __getitem__(self, index):
+        return self.items[index]
+
+
+class Rooted(Subset):
+    def where(self):
+        return self.dataset.root
 
 
 class Both(torch.nn.Module, Dataset):
@@ -232,6 +274,26 @@ def test_datasets_that_differ_have_other_namespaces_and_the_lines_name_what_diff
     assert lines(left, right)
 
 
+@pytest.mark.parametrize(
+    ("options", "finds"),
+    [
+        ({"ignore": "cfg.lr"}, lambda left, right: left == right),
+        ({"ignore": ("cfg.s*", "cfg.lr")}, lambda left, right: left == right),
+        ({"ignore": "cfg.size"}, lambda left, right: left != right),
+    ],
+)
+def test_what_is_ignored_does_not_count(options, finds, tmp_path):
+    left, right = (CachedDataset(Passing(2, lr), tmp_path / "cache", **options) for lr in (0.1, 0.2))
+    assert finds(left._recipe.identity.namespace, right._recipe.identity.namespace)
+    assert "left out by ignore: cfg." in left.explain()
+    assert identify(Passing(2, 0.1)).namespace != left._recipe.identity.namespace
+
+
+def test_a_name_that_matches_nothing_is_told(log):
+    identify(Passing(2, 0.1), ignore="cfg.rate")
+    assert "matches nothing" in log[-1].getMessage()
+
+
 def used():
     """A dataset that has been used, and whose parts are those of one that has not."""
     dataset = TensorDataset(torch.arange(10.0))
@@ -244,6 +306,10 @@ def used():
 
 
 SAME = {
+    "a field of a configuration that is not read": (
+        lambda: Configured(2, 0.1),
+        lambda: Configured(2, 0.2),
+    ),
     "used": (used, lambda: TensorDataset(torch.arange(10.0))),
     "list that another list has been": (lambda: Source(LONG), lambda: Source(image_paths())),
     "list met twice": (lambda: Source([LONG, LONG]), lambda: Source([LONG, image_paths()])),

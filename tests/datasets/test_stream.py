@@ -1,5 +1,6 @@
 """`CachedStream` decodes a sample once, and gives what its source gives."""
 
+import gc
 import io
 import itertools
 import pickle
@@ -57,6 +58,7 @@ def decoded():
 
 @pytest.fixture(autouse=True)
 def _fresh():
+    gc.collect()  # streams of earlier tests, whose samples others would find
     decoded()
 
 

@@ -4,7 +4,7 @@ import collections
 import copy
 import io
 import os
-import time
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -218,26 +218,37 @@ AS_ENTRIES = {
 
 
 @pytest.mark.parametrize("kind", AS_ENTRIES)
-def test_an_entry_that_names_a_file_counts_with_the_state_of_the_file(kind, tmp_path):
-    paths = [tmp_path / f"{number}.txt" for number in range(3)]
-    for path in paths:
-        path.write_text("some text")
+def test_an_entry_that_names_a_file_counts_by_its_content(kind, tmp_path):
+    paths, copies = ([tmp_path / place / f"{n}.txt" for n in range(3)] for place in ("first", "other"))
+    paths[0].parent.mkdir()
+    for number, path in enumerate(paths):
+        path.write_text(f"text {number}")
+    shutil.copytree(tmp_path / "first", tmp_path / "other")
 
     @torchcache(item_args="entries")
     def lengths(entries):
         names = [one["image"] if isinstance(one, dict) else one for one in entries]
         return torch.tensor([Path(name).stat().st_size for name in names])
 
-    entries = AS_ENTRIES[kind](paths)
-    for _ in range(2):
-        assert lengths(entries).tolist() == [9, 9, 9]
+    for names in (paths, paths, copies):
+        assert lengths(AS_ENTRIES[kind](names)).tolist() == [6, 6, 6]
     assert stats(lengths).misses == 3
     paths[1].write_text("some more text")
-    assert lengths(entries).tolist() == [9, 14, 9]
+    assert lengths(AS_ENTRIES[kind](paths)).tolist() == [6, 14, 6]
     assert stats(lengths).misses == 4
 
 
-def test_a_file_that_all_items_share_counts_with_its_state(tmp_path):
+def test_what_a_text_says_besides_a_files_content_counts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    texts = ["a/__init__.py", "bb/__init__.py", "a/one.npy", "a/one.csv"]  # empty files say nothing
+    for text in texts:
+        Path(text).parent.mkdir(exist_ok=True)
+        Path(text).write_text("" if text.endswith("py") and "npy" not in text else "same")
+    lengths = torchcache(item_args="texts")(lambda texts: torch.tensor([len(text) for text in texts]))
+    assert lengths(texts).tolist() == [*map(len, texts)] and stats(lengths).misses == 4
+
+
+def test_a_file_that_all_items_share_counts_by_its_content(tmp_path):
     path = tmp_path / "scales.safetensors"
     path.write_text("2")
 
@@ -246,8 +257,7 @@ def test_a_file_that_all_items_share_counts_with_its_state(tmp_path):
         return x * float(Path(scales).read_text())
 
     assert torch.equal(scaled(X), X * 2) and torch.equal(scaled(X, path), X * 2)
-    time.sleep(0.01)  # the size stays
-    path.write_text("3")
+    path.write_text("3")  # the size stays
     assert torch.equal(scaled(X), X * 3) and torch.equal(scaled(X, path), X * 3)
     path.unlink()
     with pytest.raises(FileNotFoundError):

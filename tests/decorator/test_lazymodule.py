@@ -20,6 +20,7 @@ from torch import nn
 from tests.helpers.commands import run
 from tests.helpers.outputs import Notes, assert_same, bypasses, hits, misses, note
 from torchcache2 import LazyModule, NotCachedError, OptionError, torchcache
+from torchcache2.files.directory import CONTENTS
 
 LOADS = Notes()
 LOADS_NAME = LOADS.name
@@ -217,14 +218,15 @@ def test_the_files_are_read_once_for_all_processes(tmp_path, later, loads):
     assert read_by(lambda: first(X)) > size
     first.cache_instance.flush()
     assert read_by(lambda: second(X)) < size and hits(second) == 12
-    notes = sorted((tmp_path / "cache").glob("*.note"))
-    assert len(notes) == 2 and all(len(one.read_text()) == 32 for one in notes)
-    for one in notes:  # whatever has happened to them
+    (note_file,) = (tmp_path / "cache").glob("*.note")
+    remembered = [note_file, tmp_path / "cache" / CONTENTS]
+    assert [len(one.read_bytes()) for one in remembered] == [32, 80]
+    for one in remembered:  # whatever has happened to them
         one.write_bytes(b"\xff" * 40)
     third = encoder()
     assert read_by(lambda: third(X)) > size and hits(third) == 12
-    assert sorted(len(one.read_bytes()) for one in notes) == [32, 40]  # it has not had to load the module
-    for one in notes:
+    assert [len(one.read_bytes()) for one in remembered] == [40, 120]  # it has not had to load the module
+    for one in remembered:
         one.unlink()
     fourth = encoder()
     assert read_by(lambda: fourth(X)) > size and hits(fourth) == 12

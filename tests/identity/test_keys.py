@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.helpers import warm
 from torchcache2.core.keys import Keys
 from torchcache2.core.memory import is_channels_last
+from torchcache2.files.contents import FileDigests
 from torchcache2.identity.arguments import Signature
 from torchcache2.identity.items import item_keys
 
@@ -23,7 +24,7 @@ SOAK = bool(os.environ.get("SOAK"))
 
 
 def keys_of(function, *args, subsample_count=None, shared=(), **kwargs):
-    call = Signature(function, shared=shared).bind(args, kwargs)
+    call = Signature(function, shared=shared, content=FileDigests().of).bind(args, kwargs)
     return item_keys(NAMESPACE, call.context, call.leaves, subsample_count=subsample_count)
 
 

@@ -76,6 +76,7 @@ _SWITCH = _Option("True or False", lambda value: isinstance(value, bool))
 _NAMES = _Option(
     "the name of an argument, or several, such as ('mask', 'table')", lambda names: "" not in names, _sorted
 )
+_VERSION = _Option("None, a text or an int", lambda version: version is None or type(version) in (str, int))
 _OPTIONS = {
     "enabled": _SWITCH,
     "subsample_count": _Option(
@@ -88,9 +89,8 @@ _OPTIONS = {
     "persistent_module_hash": _Option(
         "None or a non-empty str", lambda name: name is None or (isinstance(name, str) and name != "")
     ),
-    "version": _Option(
-        "None, a text or an int", lambda version: version is None or type(version) in (str, int)
-    ),
+    "version": _VERSION,
+    "code_version": _VERSION,
     "compression": _one_of(Compression),
     "memory_cache_device": _Option(
         "None, or a device of this machine that holds data, such as 'cpu' or 'cuda:0'",
@@ -144,6 +144,9 @@ class CacheSettings:
     version : str or int, optional
         A part of the key: give another one when something changes that the key does not cover, such as a
         file that the forward reads.
+    code_version : str or int, optional
+        Stands for source code and the versions of packages, which then do not count; weights, attributes,
+        arguments, and values of globals and closures do. You must change it with code that changes outputs.
     max_memory_cache_size : int, str or float
         Budget of the memory tier: bytes, a text like ``"4GB"`` or ``"512MiB"``, or a float in
         (0, 1], a share of the memory that is free when the cache is made.
@@ -215,6 +218,7 @@ class CacheSettings:
     persistent_cache_dir: Place | None = None
     persistent_module_hash: str | None = None
     version: str | int | None = None
+    code_version: str | int | None = None
     max_memory_cache_size: Size = 1_000_000_000
     max_persistent_cache_size: Size = 10_000_000_000
     compression: Compression = "brotli"
@@ -284,6 +288,13 @@ class CacheSettings:
         """The bucket that keeps rows; None if there is none."""
         place = self.persistent_cache_dir
         return place if isinstance(place, Bucket) and self.is_persistent else None
+
+    @property
+    def folder(self) -> str | None:
+        """The lasting folder on this machine; None if there is none."""
+        place = self.persistent_cache_dir if self.is_persistent else None
+        place = place.local_dir if isinstance(place, Bucket) else place
+        return place if isinstance(place, str) else None
 
     @property
     def is_persistent(self) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from torchcache2.core.errors import NotCachedError, OptionError
-from torchcache2.core.keys import Positions, int_keys
+from torchcache2.core.keys import Positions
 from torchcache2.core.logs import logger, shown
 from torchcache2.core.process import place
 from torchcache2.core.settings import Policy
@@ -146,6 +146,18 @@ class CachedDataset(Keeper, Dataset[Any]):
         part of its key. `loader` gives another variant in each epoch, and `set_view` chooses one.
     seed : int
         See `views`.
+    keys : sequence or callable, optional
+        Which sample each one is: a text, int, bytes, path, or tuple of these for each sample, or a function
+        of the index. A path to a file stands for the file's content. A row then belongs to the key, not to
+        the position: a sample that is added, removed, moved or edited costs one row. Equal keys mean equal
+        samples. Neither the length counts then, nor lists, arrays and the like with an entry for each sample;
+        `explain` says which. Without a dataset: needed if there were keys when the folder was filled.
+    ignore : str or sequence of str
+        Paths of attributes, globals and closures of the dataset that no sample depends on, such as
+        ``"cfg.lr"``; ``*`` stands for any text, ``?`` for one character. Code always counts.
+    code_version : str or int, optional
+        Stands for source code and the versions of packages, which then do not count; attributes do. You must
+        change it with code that changes samples.
     transform : callable, optional
         Called with each sample after the cache, for example for random augmentation.
     policy : {"keep", "lru"}
@@ -231,6 +243,9 @@ class CachedDataset(Keeper, Dataset[Any]):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         views: int = 1,
         seed: int = 0,
+        keys: Sequence[Any] | Callable[[Any], Any] | None = None,
+        ignore: str | Sequence[str] = (),
+        code_version: str | int | None = None,
         transform: Callable[[Any], Any] | None = None,
         policy: Policy = "keep",
         compression: str = "none",
@@ -460,7 +475,7 @@ class CachedDataset(Keeper, Dataset[Any]):
         check({"batch_size": batch_size, "num_workers": num_workers})
         store, where, total = self._filled_store(), place(), len(self) * self._recipe.views
         levels = store.levels
-        absent = mine[~levels.has(int_keys(levels.namespace, mine))].tolist()
+        absent = mine[~levels.has(levels.keys(mine))].tolist()
         there = len(mine) - len(absent)
         if there:
             logger.info("%s: %d of %d samples are there already", store.name, there, len(mine))
@@ -561,7 +576,7 @@ class CachedDataset(Keeper, Dataset[Any]):
         Rows that are there stay. It is up to the caller that they are what would be loaded or computed.
         """
         store, plain = self._filled_store(), self._recipe.variants(indices, self._view)
-        keys = int_keys(store.levels.namespace, plain)
+        keys = store.levels.keys(plain)
         if isinstance(store, MappedStore):
             store.insert(keys, rows)
         elif len(rows) != len(plain):

@@ -22,20 +22,25 @@ from torch.utils.data import Dataset
 from xxhash import xxh3_128_digest
 
 from torchcache2.core.keys import Keys, int_keys
+from torchcache2.core.logs import logger
+from torchcache2.core.settings import CacheSettings
 from torchcache2.datasets.options import check
 from torchcache2.engine.cache import now as time_now
 from torchcache2.engine.randomness import state_of
+from torchcache2.identity.codewalk import place_of
 from torchcache2.identity.encoding import Encoder, digest, qualified_name, readable, text_bytes, texts_of
 from torchcache2.identity.fingerprint import Fingerprint
 from torchcache2.identity.guard import MUTABLE, size_of
 from torchcache2.identity.marks import __version__
-from torchcache2.identity.sourcecode import CompiledTexts
+from torchcache2.identity.names import has_fields
+from torchcache2.identity.sourcecode import CompiledTexts, names_in
 from torchcache2.identity.tensors import TensorWatch
-from torchcache2.identity.walk import GENERATORS, Walk
+from torchcache2.identity.walk import GENERATORS, Field, Walk
 
 _FORMAT = 1
 _MOST_LISTED = 64  # objects in longer containers have no parts
 _MOST_PARTS = 5000
+_LEAST_BY_KEY = 8  # samples: shorter lists may be sizes or means, and count
 _UNSEEDED = re.compile(r"\b(default_rng|RandomState|Random|SystemRandom)\((None)?\)")
 
 
@@ -52,12 +57,18 @@ class Identity(NamedTuple):
         The random generators that the dataset refers to.
     unseeded : list of str
         Its code that makes a generator without a seed.
+    by_sample : list of str
+        Paths of what was left out, as it has an entry for each sample, whose key says which sample it is.
+    ignored : list of str
+        Paths of what was left out because the user said so.
     """
 
     fingerprint: Fingerprint
     unread: list[str]
     generators: list[Any]
     unseeded: Sequence[str] = ()
+    by_sample: Sequence[str] = ()
+    ignored: Sequence[str] = ()
 
     @property
     def namespace(self) -> bytes:
@@ -65,7 +76,16 @@ class Identity(NamedTuple):
         return self.fingerprint.namespace
 
 
-def identify(dataset: Any, *, name: str | None = None, version: str | int | None = None) -> Identity:
+def identify(
+    dataset: Any,
+    *,
+    name: str | None = None,
+    version: str | int | None = None,
+    ignore: str | Sequence[str] | None = None,
+    code_version: str | int | None = None,
+    by_key: bool = False,
+    is_mapped: bool = False,
+) -> Identity:
     """Read everything that the samples of a dataset depend on, but no sample.
 
     Parameters
@@ -76,6 +96,14 @@ def identify(dataset: Any, *, name: str | None = None, version: str | int | None
         A name that identifies the dataset; then only its length is read.
     version : str or int, optional
         Change it when samples change although code and attributes do not, such as files. 1 is not ``"1"``.
+    ignore : str or sequence of str, optional
+        Paths of values that no sample depends on.
+    code_version : str or int, optional
+        Stands for source code and versions of packages.
+    by_key : bool
+        Whether each sample has a key. Then neither the length counts, nor what has an entry for each sample.
+    is_mapped : bool
+        Whether a map is made of the samples, which `ignore` may be about.
 
     Returns
     -------
@@ -85,31 +113,41 @@ def identify(dataset: Any, *, name: str | None = None, version: str | int | None
     Raises
     ------
     OptionError
-        If `name` is not a text, or `version` neither text nor int.
+        If `name` is not a text, `version` or `code_version` neither text nor int, or `ignore` no texts.
     """
     check({"name": name, "version": version})
     # The length may depend on files that no attribute mentions.
-    given: dict[str, Any] = {"name": name, "version": version, "length": length_of(dataset)}
+    length = length_of(dataset)
+    settings = CacheSettings(ignore=ignore or (), code_version=code_version)
+    given: dict[str, Any] = {"name": name, "version": version, "ignore": settings.ignore or None}
+    given |= {"keys": "given"} if by_key else {"length": length}
     if name is not None:
         return Identity(_named("dataset", given), [], _generators(dataset))
-    walk = _walked(dataset)
+    if code_version is not None:
+        given |= {"code_version": code_version, "class": place_of(dataset)}
+    walk = _walked(dataset, settings, by_key=by_key)
+    unmatched = walk.ignore.keys() - set().union(*walk.ignored.values())
+    for text in () if is_mapped else unmatched:  # it may be a path of the map
+        logger.warning("%s: ignore=%r matches nothing that counts", type(dataset).__name__, text)
     tensors = TensorWatch(walk.tensors)
     tensors.refresh()
     for one in walk.loaded:  # a lazy module that is loaded may have been edited
         walk.parts |= {f"loaded {one.path} {name}": data for name, data in one.parts.items()}
     walk.parts["format"] = f"dataset {_FORMAT}, walk {walk.parts['format'].decode()}".encode()
     unread = sorted({*walk.unread, *tensors.unreadable})
-    return Identity(_fingerprint(walk.parts, given, tensors), unread, walk.generators, walk.draws)
+    fingerprint = _fingerprint(walk.parts, given, tensors)
+    return Identity(fingerprint, unread, walk.generators, walk.draws, walk.by_sample, sorted(walk.ignored))
 
 
-def _walked(dataset: Any) -> _DatasetWalk:
+def _walked(dataset: Any, settings: CacheSettings, *, by_key: bool) -> _DatasetWalk:
     """A walk of a dataset, including the modules that its code imports at run time.
 
     Their content counts, even if this process has not imported them yet.
     """
     tried: set[str] = set()
+    root = _Given(dataset, by_key=by_key)
     while True:
-        walk = _DatasetWalk(_Given(dataset), {}, CompiledTexts())
+        walk = _DatasetWalk(root, {}, CompiledTexts(), settings=settings, ignore=settings.ignore)
         new = walk.not_imported - tried
         if not new:
             return walk
@@ -180,16 +218,19 @@ def _fields(value: Any) -> dict[str, Any]:
 
 
 class _Given:
-    """The root of a walk."""
+    """The root of a walk: a dataset, and whether its samples have keys."""
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: Any, *, by_key: bool) -> None:
+        self.dataset, self.by_key = dataset, by_key
 
 
 class _DatasetWalk(Walk):
     """A walk with a part for each attribute of the dataset, of the datasets in it, and of other objects.
 
+    Of an object that code uses only by some of its plain fields, such as a configuration, only these count.
     It runs once, without watching: so a dataset may have more objects than a module.
+
+    If samples have keys, containers as long as the dataset, or as one in it, are left out in what is theirs.
     """
 
     most_objects = 1_000_000
@@ -197,6 +238,9 @@ class _DatasetWalk(Walk):
     held_in_bulk = (tuple, list, dict)
     _is_listed = False  # whether an element of a long container is being read
     _is_code = False  # whether code is being read, which may name anything
+    _length: int | None = None  # of the dataset being read, if its samples have keys
+    _by_key = False
+    _owner: type = object  # the class of the object being read
 
     @property
     def draws(self) -> list[str]:
@@ -211,6 +255,8 @@ class _DatasetWalk(Walk):
         if isinstance(value, types.MemberDescriptorType):  # a slot, part of its class
             return b"u" + text_bytes(value.__name__)
         if type(value) is _Given:
+            self._by_key, self.by_sample, self._read_later = value.by_key, list[str](), set[str]()
+            self._begin(value.dataset)
             return self.encode(value.dataset, path)
         data = super().other(value, path)
         if self.generators and self.generators[-1] is value:
@@ -218,12 +264,32 @@ class _DatasetWalk(Walk):
             data += self.encode(state_of(value), f"{path} (state)")
         return data
 
+    def encode(self, value: Any, path: str) -> bytes:
+        """The bytes of `value`; nothing of it if it has an entry for each sample, whose key says it all."""
+        if self._is_by_sample(value):
+            self.by_sample.append(path or "the dataset")
+            return b"-"
+        return super().encode(value, path)
+
+    def _is_by_sample(self, value: Any) -> bool:
+        is_counted = self._length is None or self._is_code or self._is_listed
+        return not is_counted and _entries_of(value) == self._length
+
+    def _begin(self, dataset: Any) -> int | None:
+        """Go on with what belongs to a dataset; returns the length of the one before."""
+        before, length = self._length, length_of(dataset) if self._by_key else None
+        self._length = None if length is None or length < _LEAST_BY_KEY else length
+        return before
+
     def refused(self, value: Any, path: str, error: Exception) -> bytes:
         """Note an object that cannot be read."""
         return self.unreadable(value, path)
 
     def klass(self, kind: type, path: str) -> bytes:
-        """Write down a class."""
+        """Write down a class, and note which attributes the code of one of torch or Python may read."""
+        if self.origins.of(kind) in ("torch", "builtin"):
+            methods = [one for one in vars(kind).values() if isinstance(one, types.FunctionType)]
+            self.uses.others |= set().union(*[names_in(one.__code__) for one in methods])
         return self._coded(super().klass, kind, path)
 
     def function(self, function: types.FunctionType, path: str) -> bytes:
@@ -239,11 +305,20 @@ class _DatasetWalk(Walk):
 
     def compound(self, value: Any, kind: type, path: str) -> bytes:
         """Walk an object; a dataset once, even if several others refer to it."""
+        before, self._owner = self._owner, kind
+        try:
+            return self._compound(value, kind, path)
+        finally:
+            self._owner = before
+
+    def _compound(self, value: Any, kind: type, path: str) -> bytes:
         if not issubclass(kind, Dataset) or issubclass(kind, nn.Module):
             return self._with_fields(value, kind, path)
         if id(value) not in self._labels:
             label = self.label(value, f"dataset {path}".rstrip()).decode()
+            length = self._begin(value)
             self.parts[label] = self._with_fields(value, kind, path)
+            self._length = length
         return self._labels[id(value)]
 
     def _with_fields(self, value: Any, kind: type, path: str) -> bytes:
@@ -268,34 +343,59 @@ class _DatasetWalk(Walk):
         self._label_counts.setdefault(f"module {path}", 1)  # a module on this path gets another label
         names, kind = [], "value" if self._is_code else "attribute"
         for name in sorted(state):
-            where = f"{path}.{name}" if path else name
-            data = self.encode(state[name], where)
+            where, value = f"{path}.{name}" if path else name, state[name]
             part = f"{kind} {where}"
-            while self.parts.get(part, data) != data:  # another object on the same path
-                part += "'"
-            self.parts[part] = data
+            is_config = not self._is_code and has_fields(value, set()) and not isinstance(value, Dataset)
+            is_config &= not self._is_by_sample(value) and where not in self._read_later
+            if is_config:  # read once it is known what code takes of it
+                self._read_later.add(where)
+                self._attributes.append(Field(self._owner, name, where, value, [], set(), set()))
+            else:
+                part = self.write(part, self.encode(value, where))
             names.append(text_bytes(part))
         return b"attributes " + b"".join(names)
+
+    def write(self, part: str, data: bytes) -> str:
+        """Write a part; returns its name, which is another one if another object has the same path."""
+        while self.parts.get(part, data) != data:
+            part += "'"
+        self.parts[part] = data
+        return part
+
+
+def _entries_of(value: Any) -> int | None:
+    """How many entries a plain container, tensor or table of pandas has; None for others."""
+    kind = type(value)
+    is_plain = kind in (list, tuple, dict, np.ndarray) or issubclass(kind, torch.Tensor)
+    is_table = kind.__module__.partition(".")[0] == "pandas" and hasattr(kind, "__len__")
+    if not (is_plain or is_table):
+        return None
+    return None if getattr(value, "ndim", 1) == 0 else len(value)
 
 
 def document(
     identity: Identity,
     dataset: Any,
-    name: str | None,
-    version: str | int | None,
+    name: str | None = None,
+    version: str | int | None = None,
+    *,
+    by_key: bool = False,
     made_of: Any = None,
     views: int = 1,
+    **others: Any,
 ) -> dict[str, Any]:
-    """The description of a dataset's namespace, as JSON for ``fingerprint.json``, perhaps with a `Map`."""
-    said = (
-        {
-            "length": length_of(dataset),
-            "name": name,
-            "version": None if version is None else str(version),
-        }
-        | ({} if made_of is None else {"map": made_of.name()})
-        | ({} if views == 1 else {"views": views})
-    )
+    """The description of a dataset's namespace, as JSON for ``fingerprint.json``; options as for `identify`.
+
+    If its samples have keys, datasets of any length have this namespace. `made_of` may be a `Map`.
+    """
+    said = {
+        "length": None if by_key else length_of(dataset),
+        "name": name,
+        "version": None if version is None else str(version),
+        **({"keys": True} if by_key else {}),
+        **({} if made_of is None else {"map": made_of.name()}),
+        **({} if views == 1 else {"views": views}),
+    }
     return document_of(identity, qualified_name(type(dataset))) | {"dataset": said}
 
 

@@ -23,7 +23,7 @@ from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
 _OF_LOADER = "the key of a CacheLoader is one int, str or bytes; get_many takes a list of them"
 _OF_SAMPLE = "the key of a sample of a CachedStream is one int, str or bytes"
 _OF_STREAM = ("name", "cache_dir", "transform", "batch_size")  # options that are arguments of a stream
-_NOT_HERE = ("partial",)  # only for samples with an index
+_NOT_HERE = ("keys", "partial")  # only for samples with an index
 
 
 class CacheLoader(Keeper):

@@ -27,7 +27,7 @@ from torchcache2.core.private import pytree
 from torchcache2.core.process import place
 from torchcache2.core.rows import Leaf, Parts, Rows, Schema, merged
 from torchcache2.core.values import leaves_of, mapped, specs_of
-from torchcache2.datasets.identity import as_array, keys_of
+from torchcache2.datasets.identity import as_array
 from torchcache2.datasets.mapped import MappedStore
 from torchcache2.datasets.recipe import Recipe
 from torchcache2.datasets.source import Source
@@ -389,7 +389,7 @@ class _Reading:
             levels = store.levels
             if isinstance(store, MappedStore) and store.is_making:
                 computation = store.mapped.asked(indices)  # type: ignore[union-attr]
-            keys = keys_of(levels.namespace, indices) if computation is None else computation.keys
+            keys = levels.keys(indices) if computation is None else computation.keys
             found = lambda: list(levels.found(keys)) if self._store is store else []  # noqa: E731
             drops = functools.partial(levels.drops, keys.namespace)
         block, start = _Block(indices, computation, found, drops), 0

@@ -27,7 +27,7 @@ from torchcache2.core.logs import shown
 from torchcache2.core.rows import Parts, Rows
 from torchcache2.core.settings import CacheSettings, disabled_by_environment
 from torchcache2.core.values import UnstorableError, mapped
-from torchcache2.datasets.identity import as_array, as_index, keys_of
+from torchcache2.datasets.identity import as_array, as_index
 from torchcache2.datasets.source import One, Source
 from torchcache2.datasets.store import Levels, Store
 from torchcache2.datasets.tally import Tally
@@ -41,6 +41,7 @@ from torchcache2.engine.running import Compiler, Forward, outside
 from torchcache2.engine.stack import TierStack
 from torchcache2.engine.values.outputs import Lists, found, items_of, output_of, rows_of, stored
 from torchcache2.engine.values.samples import Samples
+from torchcache2.files.contents import FileDigests
 from torchcache2.identity.arguments import BoundCall, Signature
 from torchcache2.identity.encoding import digest, qualified_name
 from torchcache2.identity.fingerprint import Fingerprint
@@ -101,7 +102,8 @@ class Map:
         keeper.name = self.title = getattr(function, "__name__", type(function).__name__)
         if not isinstance(root, types.FunctionType):
             keeper.methods = {self.method}
-        modes = Signature(_by_index, shared=()).bind((_ONE,), {}).context
+        keeper.arguments |= set(settings.ignore)  # they may be paths of the samples
+        modes = Signature(_by_index, shared=(), content=FileDigests(None).of).bind((_ONE,), {}).context
         keeper.beside = {f"samples {name}": data for name, data in samples.parts.items()}
         keeper.texts = {f"samples {name}": text for name, text in samples.values.items()}
         keeper.beside["modes of torch"] = digest([modes])
@@ -290,7 +292,7 @@ class MappedStore(Store):
         plain = [as_index(index) for index in indices]
         if self.is_making:
             return self.mapped.items(self.output(plain), len(plain))  # type: ignore[union-attr]
-        sought = self.find(keys_of(self.levels.namespace, plain))
+        sought = self.find(self.levels.keys(plain))
         if not sought.found.all():
             missing = plain[int(np.flatnonzero(~sought.found)[0])]
             why = (
@@ -329,6 +331,11 @@ class MappedStore(Store):
         if mapped.drew:
             mapped.drew = False
             self.moved(indices[0], None)
+        if counters.misses > before[0] and not self.levels.by.hold(self.levels.keys(indices), indices):
+            self.levels.clear()
+            self.told(
+                "edited", "%s: a file was edited while it was loaded, so all rows are dropped", self.name
+            )
         if tally.drops != drops:
             self.levels.drop(self.levels.namespace)
         return output

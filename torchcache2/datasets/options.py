@@ -59,12 +59,19 @@ def _is_int(least: int) -> Callable[[Any], bool]:
     return lambda value: type(value) is int and value >= least
 
 
+def _may_be_keys(keys: Any) -> bool:
+    is_sequence = hasattr(keys, "__len__") and hasattr(keys, "__getitem__")
+    is_odd = isinstance(keys, (str, bytes, Mapping))
+    return keys is None or callable(keys) or (is_sequence and not is_odd)
+
+
 _SWITCH = _Option("True or False", lambda value: isinstance(value, bool))
 _COUNT = _Option("an int from 0 on", is_count)
 _OPTIONS = {
     "transform": _Option(
         "None or a callable that takes a sample", lambda value: value is None or callable(value)
     ),
+    "keys": _Option("None, a function of the index, or a sequence with a key for each sample", _may_be_keys),
     "verify": _Option(
         "the share of hits to load again, from 0.0 to 1.0",
         lambda share: type(share) in (int, float) and 0 <= share <= 1,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchcache2.core.errors import OptionError
-from torchcache2.core.keys import Positions, int_keys
+from torchcache2.core.keys import Keys, Positions
 from torchcache2.core.logs import listed
 from torchcache2.core.private import is_given_work
 from torchcache2.core.settings import CacheSettings, disabled_by_environment
@@ -23,12 +23,14 @@ from torchcache2.datasets.identity import (
 )
 from torchcache2.datasets.mapped import Map, Mapped, MappedStore
 from torchcache2.datasets.options import Serving, level_settings
+from torchcache2.datasets.samplekeys import SampleKeys
 from torchcache2.datasets.source import Source
 from torchcache2.datasets.store import Levels, Store
 from torchcache2.datasets.tally import DatasetStats, Tally
 from torchcache2.datasets.views import Views
 from torchcache2.engine.explain import compared
 from torchcache2.files.directory import CacheDirectory
+from torchcache2.identity.fingerprint import at_most
 from torchcache2.tiers.redis.server import hold
 
 OF_PROCESS = ("_source", "_store")  # attributes of a `Keeper` that each process makes
@@ -59,8 +61,10 @@ class Recipe:
         The name by which processes find each other; None before the first one begins.
     dataset, transform : object
         The source, and the function called with each sample after the cache.
-    name, version : str or int, optional
-        Identify the dataset, instead of or besides its content.
+    reading : dict
+        How the dataset is identified: options of `identify`.
+    sample_keys : SampleKeys
+        Which sample an index is.
     checks : bool
         Whether to watch the dataset for drawing random numbers.
     verify : float
@@ -83,8 +87,8 @@ class Recipe:
     job: bytes | None = None
     dataset: Any = None
     transform: Any = None
-    name: str | None = None
-    version: str | int | None = None
+    reading: dict[str, Any] = dataclasses.field(default_factory=dict)
+    sample_keys: SampleKeys = dataclasses.field(default_factory=SampleKeys)
     checks: bool = False
     verify: float = 0.0
     map: Map | None = None
@@ -110,28 +114,38 @@ class Recipe:
     def of_dataset(cls, dataset: Any, options: Mapping[str, Any]) -> Recipe:
         """Read the dataset; an `OptionError` if later runs could not identify it."""
         settings, kept = settings_of(options)
-        name, version = options["name"], options["version"]
-        views = options["views"]
+        name, views = options["name"], options.get("views", 1)
         title = type(dataset).__name__ if name is None else name
+        length = length_of(dataset)
+        sample_keys = SampleKeys(options.get("keys"), length, settings.folder)
         if views > 1:
-            dataset = Views(dataset, views, options["seed"])
-        identity, made_of = identify(dataset, name=name, version=version), None
-        if options["map"] is not None:
-            made_of = Map(options["map"], options["collate_fn"], settings, identity.fingerprint)
+            dataset = Views(dataset, views, options["seed"], sample_keys)
+            sample_keys = sample_keys.of_views(views)
+            length = length_of(dataset)
+        names = ("name", "version", "ignore", "code_version")
+        reading: dict[str, Any] = {option: options.get(option) for option in names}
+        reading["by_key"] = sample_keys.are_given
+        is_mapped, made_of = options.get("map") is not None, None
+        identity = identify(dataset, **reading, is_mapped=is_mapped)
+        if is_mapped:
+            own = settings.replace({name: reading[name] for name in ("ignore", "code_version")})
+            made_of = Map(options["map"], options["collate_fn"], own, identity.fingerprint)
             identity = identity._replace(
                 fingerprint=made_of.keeper.fingerprint, unread=[*identity.unread, *made_of.keeper.unread]
             )
         recipe = cls(
             title=title,
             identity=identity,
-            document=document(identity, dataset, name, version, made_of, views),
+            document=document(identity, dataset, **reading, made_of=made_of, views=views),
             map=made_of,
             views=views,
             settings=settings,
-            tally=Tally(length_of(dataset)),
+            tally=Tally(length),
+            sample_keys=sample_keys,
             dataset=dataset,
             checks=not options["allow_random"],
-            **{option: options[option] for option in ("transform", "name", "version", "verify")},
+            reading=reading,
+            **{option: options[option] for option in ("transform", "verify")},
             **kept,
         )
         if identity.unread and (recipe.serving or settings.persistent_cache_dir is not None):
@@ -167,8 +181,8 @@ class Recipe:
 
     def _read_again(self) -> None:
         if self.dataset is not None and not self.is_mapped:
-            self.identity = identify(self.dataset, name=self.name, version=self.version)
-            self.document = document(self.identity, self.dataset, self.name, self.version)
+            self.identity = identify(self.dataset, **self.reading)
+            self.document = document(self.identity, self.dataset, **self.reading, views=self.views)
 
     @property
     def is_of_earlier_run(self) -> bool:
@@ -196,16 +210,22 @@ class Recipe:
             return Store(self.title, levels, self.tally, source, self.verify)
         mapped = None
         if self.map is not None:
-            settings = self.settings.replace({"verify": self.verify})
-            mapped = Mapped(self.map, source, int_keys, settings, levels, lambda: self.document)
+            own = {name: self.reading.get(name) for name in ("ignore", "code_version")}
+            settings = self.settings.replace({"verify": self.verify, **own})
+            mapped = Mapped(self.map, source, levels.by.of, settings, levels, lambda: self.document)
         return MappedStore(self.title, levels, self.tally, source, mapped)
 
     def levels(self, **options: Any) -> Levels:
         """The tiers in this process, even if nothing is kept; for the options, see `Levels`."""
         namespace, tally = self.identity.namespace, self.tally
-        levels = Levels(self.settings, namespace, self.document, self.options, self.job, tally, **options)
+        own = self.settings, namespace, self.document, self.options, self.job, tally, self.sample_keys
+        levels = Levels(*own, **options)
         self.job = levels.job
         return levels
+
+    def keys(self, indices: Sequence[Any] | Positions) -> Keys:
+        """The keys of the samples at n indices."""
+        return self.sample_keys.of(self.identity.namespace, indices)
 
     def seen(self) -> bytes:
         """A digest of the dataset as it is now, 16 bytes, even if it has a name."""
@@ -230,7 +250,12 @@ class Recipe:
         if directory is None and bypass is None:
             return "samples are in memory only, so there is no folder to compare with: give a cache_dir"
         kind, created = self.document["class"], self.document["created"]
-        return compared(self.title, kind, now, None, bypass, directory, created)
+        text = compared(self.title, kind, now, None, bypass, directory, created)
+        left_out = [f"left out by ignore: {path}" for path in self.identity.ignored]
+        left_out += [
+            f"left out, as it has an entry for each sample: {path}" for path in self.identity.by_sample
+        ]
+        return "\n".join([text, *at_most(left_out)])
 
 
 class Keeper:
@@ -281,5 +306,5 @@ def settings_of(options: Mapping[str, Any]) -> tuple[CacheSettings, dict[str, An
     serving = Serving.of(options)
     settings = level_settings(options, serving)
     sizes = (options["memory_size"], options["disk_size"], settings.persistent_cache_dir)
-    given = repr((*sizes, settings.policy, settings.compression, serving))
+    given = repr((*sizes, settings.policy, settings.compression, serving, options.get("allow_random")))
     return settings, {"serving": serving, "options": given}

@@ -21,11 +21,12 @@ from torchcache2.core.errors import (
     UnreadableError,
 )
 from torchcache2.core.keys import Positions
-from torchcache2.core.logs import listed
+from torchcache2.core.logs import listed, shown
 from torchcache2.core.sizes import size_text
-from torchcache2.datasets.identity import Identity, Index, as_index, keys_of
+from torchcache2.datasets.identity import Identity, Index, as_index
 from torchcache2.datasets.options import check_served
 from torchcache2.datasets.recipe import Recipe, settings_of
+from torchcache2.datasets.samplekeys import SampleKeys
 from torchcache2.datasets.source import One, Source
 from torchcache2.datasets.store import Levels, Store
 from torchcache2.datasets.tally import Tally
@@ -87,6 +88,17 @@ class Kept:
         return views if type(views) is int and views > 0 else 1
 
     @property
+    def has_keys(self) -> bool:
+        """Whether its samples are kept by keys that the user gave."""
+        return self.document["dataset"].get("keys") is True
+
+    def check_keys(self, keys: Any) -> None:
+        """Raise `OptionError` if there are keys and its samples have none, or the other way around."""
+        if self.has_keys is (keys is None):
+            theirs = "keys: give them as keys=" if self.has_keys else "no keys, only indices"
+            raise OptionError(f"keys={shown(keys)}: the samples of {self.title} have {theirs}")
+
+    @property
     def title(self) -> str:
         """Its name in messages."""
         return self.name or self.kind.rpartition(".")[2]
@@ -116,6 +128,7 @@ class Kept:
             is_named = self.name is not None and not [o for o in alike if o.version == self.version]
             options = f", name={self.name if is_named else self.namespace[:8]!r}"
             options += f", version={self.version!r}" if is_named and alike else ""
+        options += ", keys=keys" if self.has_keys else ""
         return f"CachedDataset(None, {path!r}{options}{', partial=True' if partial else ''})"
 
 
@@ -255,7 +268,7 @@ class ServedStore(Store):
         """The samples at n indices."""
         start = time.perf_counter_ns()
         indices = [self._index(index) for index in indices]
-        keys, end = keys_of(self.levels.namespace, indices), start / 1e9 + self.patience
+        keys, end = self.levels.keys(indices), start / 1e9 + self.patience
         sought = self.find(keys)
         missing = np.flatnonzero(~sought.found)
         while len(missing):
@@ -416,6 +429,7 @@ class ServedRecipe(Recipe):
         if bucket is None:
             place = str(settings.persistent_cache_dir)
             kept = chosen(CacheDirectory(place, FileSystem()), *called)
+            kept.check_keys(options["keys"])
             # Nothing is written to the folder, so its budget only limits the size of rows.
             settings = settings.replace({"max_persistent_cache_size": _ANY_ROW})
         else:
@@ -423,7 +437,10 @@ class ServedRecipe(Recipe):
             with contextlib.ExitStack() as stack:
                 stack.callback(opening.close)
                 kept = chosen_remotely(opening, *called, ServedStore.patience)
+                kept.check_keys(options["keys"])
                 stack.pop_all()
+        sample_keys = SampleKeys(options["keys"], kept.length)
+        kept = dataclasses.replace(kept, length=sample_keys.length)
         fingerprint = from_document(kept.namespace, kept.document)
         return cls(
             title=kept.title,
@@ -432,6 +449,7 @@ class ServedRecipe(Recipe):
             settings=settings,
             tally=Tally(kept.length),
             dataset=_NoDataset(kept, place),
+            sample_keys=sample_keys,
             transform=options["transform"],
             place=place,
             length=kept.length,

@@ -13,13 +13,14 @@ import numpy as np
 import torch
 
 from torchcache2.core.errors import NotCachedError, OutputError, UnreadableError
-from torchcache2.core.keys import Flags, Keys, Positions, int_key, int_keys
+from torchcache2.core.keys import Flags, Keys, Positions
 from torchcache2.core.logs import ToldOnce
 from torchcache2.core.memory import as_bytes
 from torchcache2.core.process import has_peers
 from torchcache2.core.rows import Parts, Rows, Schema, merged
 from torchcache2.core.settings import CacheSettings
-from torchcache2.datasets.identity import as_index, keys_of
+from torchcache2.datasets.identity import as_index
+from torchcache2.datasets.samplekeys import SampleKeys
 from torchcache2.datasets.source import One, Source
 from torchcache2.datasets.tally import Tally
 from torchcache2.engine.stack import Describer, TierStack, has_any
@@ -28,6 +29,7 @@ from torchcache2.engine.values.samples import Samples, from_rows, rebuilder
 from torchcache2.tiers.base import Found, Signals, Tier
 from torchcache2.tiers.make import Description, InUse, Opened, make_levels
 from torchcache2.tiers.meeting import job_name
+from torchcache2.tiers.shared.region import start_time
 from torchcache2.tiers.shared.tier import SharedTier
 
 _ASKED_AT_ONCE = 1 << 20  # keys
@@ -56,7 +58,7 @@ class Levels(TierStack):
     tiers.
 
     Ranks with the same `name` share memory and temporary folder; so do processes with the same `job` (16
-    bytes), such as workers.
+    bytes), such as workers. `by` says which sample an index is.
     """
 
     def __init__(
@@ -67,10 +69,12 @@ class Levels(TierStack):
         name: str,
         job: bytes | None,
         tally: Tally,
+        by: SampleKeys,
         *,
         writes: bool = True,
         opened: Opened | None = None,
     ) -> None:
+        self.by = by
         self._is_worker, self._writes = job is not None, writes
         super().__init__(settings, name)
         self._opened = self._opened or opened
@@ -80,9 +84,10 @@ class Levels(TierStack):
         self.namespace = namespace
         self._user, self.document = _User(namespace, description), description
         if job is None:
-            # Without a launcher, a process shares with its workers only.
+            # Without a launcher, a process shares with its workers only, and with other datasets of its own.
             is_shared = has_peers() or bool(os.environ.get("TORCHCACHE_JOB"))
-            job = job_name(os.environ, "dataset", namespace.hex(), name) if is_shared else os.urandom(16)
+            own = [] if is_shared else [str(os.getpid()), str(start_time(os.getpid()))]
+            job = job_name(os.environ, "dataset", namespace.hex(), name, *own)
         self.job = job
         self.join(self._user)
         self._hold()
@@ -102,6 +107,10 @@ class Levels(TierStack):
         """Delete the rows in files, in shared memory, and in this process's queue."""
         super().drop(namespace)
         self._hold()
+
+    def keys(self, indices: Sequence[Any] | Positions) -> Keys:
+        """The keys of the samples at n indices."""
+        return self.by.of(self.namespace, indices)
 
     @property
     def _lasting(self) -> Sequence[Tier]:
@@ -131,7 +140,7 @@ class Levels(TierStack):
         found = [np.empty(0, np.int64)]
         for start in range(0, count, _ASKED_AT_ONCE):
             some = np.arange(start, min(count, start + _ASKED_AT_ONCE))
-            found.append(some[~self.has(int_keys(self.namespace, some))])
+            found.append(some[~self.has(self.keys(some))])
             if sum(map(len, found)) >= enough:
                 break
         return np.concatenate(found)
@@ -308,7 +317,7 @@ class Store:
         if not is_plain or torch.is_inference_mode_enabled():
             return _NOTHING
         start, levels = time.perf_counter_ns(), self.levels
-        found = levels.tiers[0].get_one(levels.namespace, *int_key(index), self._made)
+        found = levels.tiers[0].get_one(levels.namespace, *levels.by.one(index), self._made)
         if found is None:
             return _NOTHING
         tally.add_hit("memory_hits", time.perf_counter_ns() - start)
@@ -354,7 +363,7 @@ class Store:
             return source.plain(indices, one)
         start, before = time.perf_counter_ns(), source.nanoseconds
         indices = [as_index(index) for index in indices]  # normalised before use
-        keys = keys_of(self.levels.namespace, indices)
+        keys = self.levels.keys(indices)
         samples, found, counts, _ = self.find(keys)
         if self._verify > 0.0 and not self._is_verified(indices, samples, found, one):
             self.tally.add(**counts)
@@ -372,7 +381,7 @@ class Store:
         return samples
 
     def fill(self, indices: Sequence[int]) -> tuple[int, int, int]:
-        """Load and keep the samples at distinct ints, unless they are there or others load them.
+        """Load and keep the samples at ints, unless they are there or others load them.
 
         Returns
         -------
@@ -381,9 +390,11 @@ class Store:
         """
         drops = self.tally.drops  # first, as in `fetch`
         self._check_steady()
-        keys = keys_of(self.levels.namespace, indices)
+        keys = self.levels.keys(indices)
         absent = np.flatnonzero(~self.levels.has(keys))
         absent = absent[~self.levels.write_kept(keys.take(absent))]
+        if (distinct := keys.take(absent).first_positions()) is not None:
+            absent = absent[distinct[0]]
         loaded = nbytes = 0
         if len(absent):
             claim = self.levels.claim(keys.take(absent))
@@ -424,6 +435,9 @@ class Store:
         if not is_steady:
             self.moved(indices[0], one)
             self.tally.add(random=len(samples))
+            return samples, 0
+        if not self.levels.by.hold(keys, indices):
+            self.tally.add(misses=len(samples))
             return samples, 0
         return samples, self.keep(keys, samples, drops)
 

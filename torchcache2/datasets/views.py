@@ -11,28 +11,30 @@ import torch
 from torch.utils.data import Dataset
 from xxhash import xxh3_64_intdigest
 
+from torchcache2.datasets.samplekeys import SampleKeys
 from torchcache2.engine.randomness import RandomState
 
 
 class Views(Dataset[Any]):
-    """Variant v of sample i of n has index ``v * n + i``; its random numbers depend on the seed and on these.
+    """Variant v of sample i of n has index ``v * n + i``; its random numbers depend on `seed`, v and i's key.
 
     The generators of Python, NumPy and torch are seeded before a variant is loaded, and restored afterwards.
     So a variant is a function of its index, and may be kept.
     """
 
-    def __init__(self, dataset: Any, views: int, seed: int) -> None:
-        self.dataset, self.views, self.seed = dataset, views, seed
+    def __init__(self, dataset: Any, views: int, seed: int, keys: SampleKeys) -> None:
+        self.dataset, self.views, self.seed, self._keys = dataset, views, seed, keys
 
     def __len__(self) -> int:
         return len(self.dataset) * self.views
 
     def __getitem__(self, index: int) -> Any:
         view, number = divmod(index, len(self.dataset))
-        return seeded((self.seed, number, view), self.dataset.__getitem__, number)
+        key = self._keys.of(bytes(16), [number]).data.tobytes()
+        return seeded((self.seed, key, view), self.dataset.__getitem__, number)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "dataset":  # of a copy without attributes yet
+        if name.startswith("__") or name in ("dataset", "_keys"):  # of a copy without attributes yet
             raise AttributeError(name)
         return getattr(self.dataset, name)
 

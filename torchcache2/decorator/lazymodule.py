@@ -23,16 +23,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from xxhash import xxh3_128
 
 from torchcache2.core.errors import DeviceError, OptionError
 from torchcache2.core.logs import ToldOnce, listed, logger, shown
-from torchcache2.core.places import Bucket
 from torchcache2.core.private import COMPILER_ERRORS
 from torchcache2.core.process import ProcessLock
 from torchcache2.core.settings import CacheSettings
 from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.running import opaque
+from torchcache2.files.contents import RECENT, FileDigests
 from torchcache2.files.directory import Notes
 from torchcache2.identity.arguments import BoundCall
 from torchcache2.identity.encoding import digest
@@ -42,8 +41,6 @@ from torchcache2.identity.namespace import NamespaceKeeper, Seen, namespace_of
 from torchcache2.identity.obstacles import ShardedError, weights_of
 from torchcache2.identity.walk import Lazy
 
-_RACY = 2.0  # seconds; a file may change again within one tick of its file system's clock
-_PIECE = 4 << 20
 _WHY: ContextVar[str] = ContextVar("torchcache2_why", default="it is called without the cache")
 _Status = list[tuple[Any, ...]]
 
@@ -287,15 +284,10 @@ class _Lazy:
                 status = self._loaded_from if self.module is not None else self.status()
                 if self._read is not None and self._read[0] == status:
                     return self._read[1]
-                notes, key = Notes(_folder(settings)), digest([repr(status).encode()])
-                is_recent = time.time() - max(max(one[4:6]) for one in status) / 1e9 < _RACY
-                found = None if is_recent else notes.get(key)
-                if found is None:
-                    found = _digest(status)
-                    if self.status() != status:
-                        found = os.urandom(16)
-                    elif not is_recent:
-                        notes.put(key, found)
+                is_recent = time.time() - max(max(one[4:6]) for one in status) / 1e9 < RECENT
+                found = _digest(status, FileDigests(None if settings is None else settings.folder))
+                if self.status() != status:
+                    found = os.urandom(16)
             except (OSError, OptionError):
                 # A file was deleted: the earlier digest still identifies what was loaded.
                 return os.urandom(16) if self._read is None else self._read[1]
@@ -306,12 +298,14 @@ class _Lazy:
         """See `Lazy`: with a folder, all processes expect the module that the first one loaded.
 
         A loader may make a different module each time, such as with randomly initialised weights. Their rows
-        must not mix.
+        must not mix. With a `code_version`, that stands for the loader.
         """
         with self._lock():
+            if settings.code_version is not None:
+                return self._fresh
             key = digest([b"loaded", loader, content, self._mode])
             if key not in self._expected:
-                self._expected[key] = Notes(_folder(settings)).put(key, self._fresh)
+                self._expected[key] = Notes(settings.folder).put(key, self._fresh)
             if self._expected[key] != self._fresh:
                 self._told(
                     self._fresh.hex(),
@@ -428,23 +422,10 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _digest(status: _Status) -> bytes:
+def _digest(status: _Status, files: FileDigests) -> bytes:
     """A digest of the files' content, and of their names in the given folders."""
-    buffer = bytearray(_PIECE)
     parts = []
     for number, name, path, *_ in status:
-        hasher = xxh3_128()
-        with open(path, "rb", buffering=0) as file:
-            while size := file.readinto(buffer):
-                hasher.update(memoryview(buffer)[:size])
-        parts += [f"{number} {name}".encode("utf-8", "surrogateescape"), hasher.digest()]
+        content = files.of(path, os.stat(path))
+        parts += [f"{number} {name}".encode("utf-8", "surrogateescape"), content]
     return digest(parts)
-
-
-def _folder(settings: CacheSettings | None) -> str | None:
-    """A cache's lasting folder on this machine; None if it has none."""
-    if settings is None or not settings.is_persistent:
-        return None
-    place = settings.persistent_cache_dir
-    place = place.local_dir if isinstance(place, Bucket) else place
-    return place if isinstance(place, str) else None

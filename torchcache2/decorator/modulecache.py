@@ -36,6 +36,7 @@ from torchcache2.engine.running import Forward, OwnMemoryError
 from torchcache2.engine.stack import TierStack
 from torchcache2.engine.stats import ADDED_UP, CacheStats
 from torchcache2.engine.values.outputs import found, joined, output_of
+from torchcache2.files.contents import FileDigests
 from torchcache2.identity.arguments import Signature
 from torchcache2.identity.encoding import qualified_name
 from torchcache2.identity.fingerprint import Fingerprint, at_most
@@ -63,7 +64,7 @@ class Owner:
 
     def keeper(self, settings: CacheSettings) -> NamespaceKeeper:
         """The keeper of the object's namespace, by the options that are part of it."""
-        names = ("persistent_module_hash", "version", "cache_dtype", "distributed", "ignore")
+        names = ("persistent_module_hash", "version", "code_version", "cache_dtype", "distributed", "ignore")
         options = tuple(getattr(settings, name) for name in names)
         if options not in self._keepers:
             keeper = NamespaceKeeper("a cache without a module", settings, self.history)
@@ -143,7 +144,13 @@ class ModuleCache:
             self._own(names, plain) for names in (self.settings.shared_args, self.settings.item_args)
         )
         self._known.signature = Signature(
-            plain, shared=shared, item_args=items, method=self.method, ignore=self.settings.ignore
+            plain,
+            shared=shared,
+            item_args=items,
+            method=self.method,
+            ignore=self.settings.ignore,
+            code_version=self.settings.code_version,
+            content=FileDigests(self.settings.folder).of,
         )
         self.keeper.arguments |= self._known.signature.ignored
         self._is_without_grad = turns_grad_off(plain)

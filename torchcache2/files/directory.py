@@ -5,6 +5,7 @@
     <directory>/CACHEDIR.TAG                                  marks a cache, and states its format
     <directory>/.lock                                         locked by a process that deletes
     <directory>/.runs                                         locked by a process that writes runs
+    <directory>/.contents                                     see `FileDigests`
     <directory>/<32 hex>.note                                 see `Notes`
     <directory>/<namespace, 32 hex>/fingerprint.json          what the namespace stands for
     <directory>/<namespace, 32 hex>/<ulid>.safetensors        segments
@@ -55,9 +56,11 @@ LOCK = ".lock"
 MIRROR = ".mirror"
 RUNS = ".runs"
 ASKED = ".asked"
+CONTENTS = ".contents"
 FINGERPRINT = "fingerprint.json"
 CORRUPT = ".corrupt"
 NOTE = ".note"
+_NAMES = (TAG, LOCK, RUNS, MIRROR, ASKED, CONTENTS)
 TAG_TEXT = f"""Signature: 8a477f597d28d172789f06886806bc55
 # This folder is a cache of torchcache2, format {FORMAT_VERSION}. Deleting it loses nothing but time.
 # For cache directory tags, see https://bford.info/cachedir/
@@ -138,7 +141,7 @@ def is_ours(info: FileInfo) -> bool:
     """Whether a name in the directory belongs to the cache."""
     if info.is_folder:
         return NAMESPACE_NAME.fullmatch(info.name) is not None
-    is_known = info.name in (TAG, LOCK, RUNS, MIRROR, ASKED) or NOTE_NAME.fullmatch(info.name) is not None
+    is_known = info.name in _NAMES or NOTE_NAME.fullmatch(info.name) is not None
     return is_known or _TEMPORARY_TEXT.fullmatch(info.name) is not None
 
 
@@ -282,7 +285,7 @@ class CacheDirectory:
                 path = name.partition(" ")[2].partition(" of ")[0]
                 logger.warning(
                     "%s: %d earlier runs differ from this one in nothing but %s, so none finds rows of "
-                    "others. If no output depends on it, ignore=%r (for a dataset, name=) leaves it out",
+                    "others. If no output depends on it, ignore=%r leaves it out",
                     now.get("class"),
                     count,
                     name,

@@ -14,6 +14,7 @@ import dataclasses
 import inspect
 import itertools
 import os
+import pathlib
 import re
 import stat
 import struct
@@ -44,6 +45,7 @@ from torchcache2.identity.namespace import NamespaceKeeper, Seen
 from torchcache2.identity.walk import has_plain_state
 
 Digests = np.ndarray[Any, np.dtype[np.uint8]]
+Content = Callable[[bytes, os.stat_result], bytes]
 
 _ARRAYS = (np.ndarray, np.memmap)  # compared with the exact type, as a masked array also has a mask
 _SHORT = 256  # bytes; copying so few is cheaper than hashing in two steps
@@ -206,8 +208,9 @@ class _ObjectKeepers:
     Holds modules weakly, so that a module passed for a while, such as a text encoder, can be freed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, code_version: str | int | None = None) -> None:
         self._lock = ProcessLock()
+        self._settings = CacheSettings(code_version=code_version)
         self._keepers: dict[int, tuple[Callable[[], Any], NamespaceKeeper]] = {}
 
     def look(self, value: Any, path: str) -> ObjectSeen:
@@ -231,7 +234,7 @@ class _ObjectKeepers:
             if reference is None or keeper is None or reference() is not value:
                 if len(keepers) >= _MOST_KEEPERS:
                     keepers.clear()
-                keeper = NamespaceKeeper(type(value).__name__, CacheSettings(), is_argument=True)
+                keeper = NamespaceKeeper(type(value).__name__, self._settings, is_argument=True)
                 try:
                     # A keeper keeps submodules and weights alive, so it must go with its module.
                     reference = weakref.ref(value, lambda _: keepers.pop(key, None) and None)
@@ -260,30 +263,6 @@ def _may_be_path(value: Any) -> bool:
     return os.sep in text and (text[0] in "./" or " " not in text) and text.strip(os.sep) != ""
 
 
-def _file_state(value: Any, path: str) -> bytes:
-    """What is at a path: its absolute name, size and time of last change; empty if there is nothing.
-
-    Of a folder, those of all that is in it; `UnencodableError` if that is too much.
-    """
-    try:
-        found, name = os.stat(value), os.path.abspath(os.fsencode(value))
-    except (OSError, ValueError, TypeError):
-        return b""
-    places = [name]
-    if stat.S_ISDIR(found.st_mode):
-        folders = [name]
-        for folder in folders:  # grows meanwhile
-            with contextlib.suppress(OSError), os.scandir(folder) as entries:
-                inside = sorted(itertools.islice(entries, _MOST_FILES), key=attrgetter("path"))
-                places += [one.path for one in inside]
-                folders += [one.path for one in inside if one.is_dir(follow_symlinks=False)]
-            if len(places) > _MOST_FILES:
-                raise UnencodableError(path, value, f"a folder with more than {_MOST_FILES:,} files")
-    elif not stat.S_ISREG(found.st_mode):
-        return b""
-    return b"".join(map(_state_of, places))
-
-
 def _state_of(place: bytes) -> bytes:
     try:
         found = os.stat(place)
@@ -293,13 +272,53 @@ def _state_of(place: bytes) -> bytes:
     return sized(place) + (struct.pack("<qq", found.st_size, found.st_mtime_ns) if is_file else b"")
 
 
-class _ValueEncoder(Encoder):
-    """Canonical bytes of plain values, tensors by content, images, and paths with their files' state."""
+class ValueEncoder(Encoder):
+    """Canonical bytes of plain values, tensors and files by content, images, and folders with their state.
+
+    ``content(path, status)`` returns a digest of a file's content.
+    """
+
+    def __init__(self, content: Content) -> None:
+        super().__init__()
+        self._content = content
 
     def encode(self, value: Any, path: str) -> bytes:
-        """The bytes of `value`, and if it names a file, the state of that."""
+        """The bytes of `value`, or of the file that it names."""
+        return self._of_path(value, path) if _may_be_path(value) else super().encode(value, path)
+
+    def _of_path(self, value: Any, path: str) -> bytes:
+        """The bytes of what may be a path.
+
+        A file counts by its content and, as readers choose by it, its suffix, wherever it is. A folder
+        counts with its name, and the names, sizes and times of all that is in it; `UnencodableError` if that
+        is too much.
+        """
         data = super().encode(value, path)
-        return data + _file_state(value, path) if _may_be_path(value) else data
+        try:
+            found, name = os.stat(value), os.path.abspath(os.fsencode(value))
+        except (OSError, ValueError, TypeError):
+            return data
+        if stat.S_ISREG(found.st_mode):
+            try:
+                content = self._content(name, found)
+            except OSError:  # its user may not read it either
+                return data + _state_of(name)
+            # An empty file says nothing, and other classes of paths may have more state.
+            is_file_alone = found.st_size and isinstance(value, (str, bytes, pathlib.PurePath))
+            kind, suffix = type(value).__name__, os.path.splitext(name)[1]
+            head = b"file " + text_bytes(kind) + sized(suffix.lower())
+            return (head if is_file_alone else data) + content
+        if not stat.S_ISDIR(found.st_mode):
+            return data
+        places, folders = [name], [name]
+        for folder in folders:  # grows meanwhile
+            with contextlib.suppress(OSError), os.scandir(folder) as entries:
+                inside = sorted(itertools.islice(entries, _MOST_FILES), key=attrgetter("path"))
+                places += [one.path for one in inside]
+                folders += [one.path for one in inside if one.is_dir(follow_symlinks=False)]
+            if len(places) > _MOST_FILES:
+                raise UnencodableError(path, value, f"a folder with more than {_MOST_FILES:,} files")
+        return data + b"".join(map(_state_of, places))
 
     def other(self, value: Any, path: str) -> bytes:
         """Encode columns of tables, PIL images, and a tokenizer's encodings."""
@@ -320,15 +339,17 @@ class _ValueEncoder(Encoder):
         return super().other(value, path)
 
 
-class ArgumentEncoder(_ValueEncoder):
+class ArgumentEncoder(ValueEncoder):
     """Collects arguments that are, or may be, batched, and encodes the rest.
 
     `elsewhere` is advice for objects that cannot be read; `keepers` read the others. With `takes_arrays`,
     arrays are batched like tensors.
     """
 
-    def __init__(self, elsewhere: str, keepers: _ObjectKeepers, *, takes_arrays: bool = False) -> None:
-        super().__init__()
+    def __init__(
+        self, content: Content, elsewhere: str, keepers: _ObjectKeepers, *, takes_arrays: bool = False
+    ) -> None:
+        super().__init__(content)
         self.leaves: list[tuple[str, Tensor]] = []  # batched tensors
         self.shared: list[Tensor] = []  # tensors that count by content
         self.entries: list[tuple[str, Digests]] = []  # of sequences with one entry per item
@@ -577,6 +598,7 @@ class Signature:
     `method` is part of the key, as two methods of an object may get equal arguments. Tensors of the
     parameters in `shared` belong to the whole batch, and those in `item_args` have one entry per item. Raises
     `OptionError` for names of no parameter. Those in `ignore` reach the forward as they are, and have no key.
+    ``content(path, status)`` returns a digest of a file's content.
     """
 
     def __init__(
@@ -587,11 +609,14 @@ class Signature:
         item_args: Iterable[str] = (),
         method: str = "forward",
         ignore: Iterable[str] = (),
+        code_version: str | int | None = None,
+        content: Content,
     ) -> None:
+        self._content = content
         self._head = [b"()", method.encode()] if method != "forward" else []
         self._signature = inspect.signature(function)
         parameters = list(self._signature.parameters.values())
-        self._keepers = _ObjectKeepers()
+        self._keepers = _ObjectKeepers(code_version)
         self._renamed: dict[str, Any] = {}  # new names of parameters, by older names
         self._starts: dict[tuple[str, ...], bytes | None] = {}  # see `_start`
         self._elsewhere = "have the function close over other objects"
@@ -683,7 +708,7 @@ class Signature:
             names,
             encoder.leaves,
             encoder.entries,
-            [(path, _digests(value, path, _ValueEncoder().encode)) for path, value in aligned],
+            [(path, _digests(value, path, ValueEncoder(self._content).encode)) for path, value in aligned],
             b"".join(map(sized, [*parts, text_bytes(modes(kinds))])),
             batch_size,
             encoder.taken,
@@ -723,7 +748,7 @@ class Signature:
         self, arguments: Mapping[str, Any], *, takes_arrays: bool
     ) -> tuple[ArgumentEncoder, list[bytes]]:
         """What is batched among named arguments, and the bytes of the rest."""
-        encoder = ArgumentEncoder(self._elsewhere, self._keepers, takes_arrays=takes_arrays)
+        encoder = ArgumentEncoder(self._content, self._elsewhere, self._keepers, takes_arrays=takes_arrays)
         parts = [*self._head]
         for name, parameter in self._signature.parameters.items():
             value = arguments.get(name, _MISSING)
@@ -771,7 +796,7 @@ class Signature:
         # The value is part of the namespace already. It is encoded so that a call that gives that value has
         # the same key.
         try:
-            return _ValueEncoder().encode(parameter.default, parameter.name)
+            return ValueEncoder(self._content).encode(parameter.default, parameter.name)
         except UnencodableError:
             return _DEFAULT
 

@@ -72,6 +72,9 @@ _GENERATED = (
     *("__init__", "__new__", "__eq__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__"),
     *("__setattr__", "__delattr__"),
 )
+_CODE_PARTS = ("class", "function", "import", "extension")
+_DEFINED = (b"class ", b"function ", b"u", b"z")  # the bytes of what has a name of its own begin like this
+_NAMED = (b"M", b"h")  # and those of modules, loggers and wrapped functions like this
 _FUNCTION_FIELDS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _WRAPPER_FIELDS = attrgetter("__dict__", "__code__")
 
@@ -80,8 +83,11 @@ class CodeWalk(Encoder):
     """The part of a walk that follows code to what it names.
 
     `tokens` are random bytes, by id, for unreadable objects; `texts` caches compiled source files. Pass both
-    again in later walks, so that objects keep their tokens. Leaves out what the patterns in `ignore` match.
+    again in later walks, so that objects keep their tokens. Leaves out what the patterns in `ignore` match,
+    and, unless `counts_code`, source code and versions, but not the values that code names.
     """
+
+    counts_code = True
 
     def __init__(
         self,
@@ -207,6 +213,22 @@ class CodeWalk(Encoder):
         names = [*os.environ] if self._reads_environment else []
         named = [name for name in names if name in self._taken_names or name in self._constants]
         return sorted(name for name in named if not _OF_RANKS.fullmatch(name))
+
+    def leave_out_code(self, root: Any) -> None:
+        """Leave out the parts of classes, functions and imports, and variables that only name these.
+
+        Instead, the name of the root counts. The code of lambdas counts, as nothing else tells them apart.
+        """
+        self.parts["name"] = place_of(root).encode()
+        for part, data in [*self.parts.items()]:
+            kind, _, rest = part.partition(" ")
+            name = rest.partition(" of ")[0].rpartition(".")[2].encode()
+            is_code = data.startswith(_DEFINED) and name in data
+            is_code |= data.startswith(_NAMED) and not data.startswith(b"hS")
+            is_code |= not data or name == b"__class__"
+            is_code = is_code if kind in ("global", "closure") else kind in _CODE_PARTS
+            if is_code and "<lambda>" not in rest.partition(" of ")[0]:
+                del self.parts[part]
 
     def write_replaced(self) -> None:
         """Write the functions that somebody has put into `torch.nn.functional`, which others call."""
@@ -366,7 +388,9 @@ class CodeWalk(Encoder):
                 self.scopes += [(keywords, *item) for item in keywords.items()]
                 for name, value in _defaults_of(function).items():
                     # If a function made an installed one, its defaults are not in the file.
-                    if where == "project" or "<locals>" in function.__qualname__ or is_plain(value):
+                    is_made = "<locals>" in function.__qualname__
+                    is_code = is_plain(value) and not is_made
+                    if (where == "project" or is_made or is_code) and (self.counts_code or not is_code):
                         self.parts[f"default {name} {owner}"] = self.encode(value, name)
         self.parts[label.decode()] = b"".join(map(sized, parts))
         return label
@@ -507,6 +531,7 @@ class CodeWalk(Encoder):
     def _in_package(self, module: types.ModuleType, value: Any, path: str) -> bytes:
         """Bytes of what code takes from an installed module: its name, and users' code or data in it."""
         known = self.python_module(module, path)
+        known = known if self.counts_code else b""
         is_function = isinstance(value, types.FunctionType)
         if libraries.is_operator(value) or (is_function and self.origins.of(value) == "project"):
             return self.encode(value, path)
@@ -564,12 +589,21 @@ class CodeWalk(Encoder):
             self._versions[module] = version
             words = self._texts.words(file)
             self.uses.others |= words
+        if not self.counts_code:
+            return text_bytes(f"{module} {name}")
         return text_bytes(f"{module} {name} {self._versions[module]}")
 
     def operator(self, value: Any, path: str) -> bytes:
         """Bytes of an operator of torch: its name, and the user's functions if it is a custom one."""
         code = libraries.code_of_operator(value)
         return b"u" + text_bytes(str(value)) + (self.encode(code, path) if code else b"")
+
+
+def place_of(obj: Any) -> str:
+    """The module and name of a function, or of the class of an object; for a script its file's name."""
+    name = qualified_name(obj if isinstance(obj, types.FunctionType) else type(obj))
+    script = getattr(sys.modules.get("__main__"), "__file__", None) or ""
+    return os.path.basename(script) + name if name.startswith("__main__.") else name
 
 
 def _reached(methods: Mapping[str, types.FunctionType]) -> set[str]:

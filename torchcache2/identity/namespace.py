@@ -237,7 +237,8 @@ class NamespaceKeeper:
         self._parts = {name: digest([data]) for name, data in walk.parts.items()}
         self._values = texts_of(walk.parts) | walk.texts()
         options = {"option cache_dtype": str(self._settings.cache_dtype)}
-        given = {"ignore": self._settings.ignore or None, "version": self._settings.version}
+        own = self._settings
+        given = {"ignore": own.ignore or None, "version": own.version, "code_version": own.code_version}
         options |= {f"option {name}": str(value) for name, value in given.items() if value is not None}
         self._parts |= {name: text.encode() for name, text in options.items()}
         self._values |= options

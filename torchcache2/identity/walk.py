@@ -124,8 +124,8 @@ class Loaded(NamedTuple):
     names: dict[str, str]  # a tensor's name in the outer walk → in the module
 
 
-class _Field(NamedTuple):
-    """An attribute of a module."""
+class Field(NamedTuple):
+    """An attribute of a module, or of another object, to be read when all code that uses it is known."""
 
     kind: type  # the class of the module
     name: str
@@ -177,9 +177,10 @@ class Walk(CodeWalk):
         self.uses.root = type(root) if set(methods) - {"forward"} else None
         self._plain_root = root if methods and _has_fields_alone(root) else None  # read like a module
         self._settings, self._places = settings, places or {}
+        self.counts_code = settings is None or settings.code_version is None
         self._is_inner = labels is not None
         self._labels.update(labels or {})
-        self._attributes: list[_Field] = []
+        self._attributes: list[Field] = []
         self._tensor_names: dict[int, str] = {}
         self._objects = 0
         self._too_much = os.urandom(16)
@@ -202,6 +203,8 @@ class Walk(CodeWalk):
         self._close_fields()
         self.watch_all()
         self.names_grad |= any("enable_grad" in name or "grad_enabled" in name for name in self.parts)
+        if not self.counts_code:
+            self.leave_out_code(root)
 
     def encode(self, value: Any, path: str) -> bytes:
         """The bytes of `value`, or a token if there is too much of it."""
@@ -500,7 +503,7 @@ class Walk(CodeWalk):
         skipped = fields.keys() - watched.keys()
         self.modules.append((module, names, skipped))
         for name, value in self.without_skipped(kind, watched).items():
-            self._attributes.append(_Field(kind, name, f"{where}{name}", value, names, skipped, set()))
+            self._attributes.append(Field(kind, name, f"{where}{name}", value, names, skipped, set()))
         if marks.LAZY_ATTRIBUTE in own:
             self._lazy(own[marks.LAZY_ATTRIBUTE], path)
         if path and (options := marks.cache_options(module)):
@@ -533,8 +536,13 @@ class Walk(CodeWalk):
                 if path not in field.read:
                     is_more = True
                     field.read.add(path)
-                    self.parts[f"attribute {path}"] = self.encode(value, path)
+                    self.write(f"attribute {path}", self.encode(value, path))
         return is_more
+
+    def write(self, part: str, data: bytes) -> str:
+        """Write a part; returns its name."""
+        self.parts[part] = data
+        return part
 
     def _close_fields(self) -> None:
         """Leave out the attributes of modules that code only writes."""
@@ -590,7 +598,8 @@ class Walk(CodeWalk):
         content = lazy.content(settings)
         self.parts[f"files {path}".rstrip()] = content
         if lazy.module is not None:
-            inner = Walk((lazy.module,), lazy.tokens, self._texts, settings=settings)
+            whole = settings and settings.replace({"code_version": None})  # as `namespace_of` reads it
+            inner = Walk((lazy.module,), lazy.tokens, self._texts, settings=whole)
             names = self._take_over(inner, path)
             code = Fingerprint.of_parts(loader.parts).namespace
             self.loaded.append(Loaded(path, lazy, code, content, inner.parts, names))
@@ -686,7 +695,7 @@ def _storage(walk: Walk, value: torch.UntypedStorage | torch.TypedStorage, path:
 _FLEETING = (threading.local, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
 _TABLE: dict[type, Callable[[Walk, Any, str], bytes]] = {
     nn.Module: Walk.module,
-    type: Walk.klass,
+    type: lambda walk, value, path: walk.klass(value, path),
     types.FunctionType: _function,
     types.MethodType: _fields_of(b"m", "__func__", "__self__"),
     types.ModuleType: Walk.python_module,
