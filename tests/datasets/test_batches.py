@@ -1,8 +1,11 @@
 """`CachedDataset.loader` gives the batches of a `DataLoader` over the plain samples, whatever is kept."""
 
 import contextlib
+import copy
+import multiprocessing
 import random
 import tempfile
+import threading
 
 import hypothesis.strategies as st
 import numpy as np
@@ -21,6 +24,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from tests.helpers import warm
 from tests.helpers.datasets import same
 from torchcache2 import CachedDataset
 
@@ -306,3 +310,131 @@ def test_samples_that_draw_numbers_are_others_in_each_epoch(workers):
             loader = data.loader(2, num_workers=workers)
             seen = [tuple(column.tolist()) for _ in range(3) for batch in loader for column in batch]
             assert len(set(seen)) == len(seen)
+
+
+PLACE_OPTIONS = [{"memory_size": "10MB"}, {"memory_size": 0, "cache_dir": True}]
+
+
+@pytest.fixture(params=PLACE_OPTIONS, ids=["memory", "folder"])
+def place(request, path):
+    return request.param | ({"cache_dir": path} if "cache_dir" in request.param else {})
+
+
+@pytest.fixture(params=[None, embed], ids=["samples", "mapped"])
+def function(request):
+    return request.param
+
+
+def wanted_of(function, **options):
+    batches = DataLoader(Samples("labelled"), 4, **options)
+    return list(batches if function is None else Mapped(batches, function))
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_whatever_happens_in_mid_epoch(place, function, workers, monkeypatch):
+    wanted = wanted_of(function)
+    for happens in ("edits", "leaves", "closes", "disables", "raises", "reads twice", "clears"):
+        data = CachedDataset(Samples("labelled"), map=function, **place)
+        loader = data.loader(4, num_workers=workers)
+        same(next(iter(loader)), wanted[0])
+        if happens != "leaves":
+            same(list(loader), wanted)
+        if happens == "reads twice":
+            same(list(zip(loader, loader, strict=True)), list(zip(wanted, wanted, strict=True)))
+        found = []
+        with contextlib.suppress(KeyError), monkeypatch.context() as patch:
+            for batch in loader:
+                found.append(copy.deepcopy(batch))
+                if happens == "edits":
+                    batch[0].fill_(-1)
+                elif happens == "closes":
+                    data.close()
+                elif happens == "clears":
+                    data.clear()
+                elif happens == "disables":
+                    patch.setenv("TORCHCACHE_DISABLE", "1")
+                elif happens == "leaves":
+                    break
+                elif happens == "raises":
+                    raise KeyError
+        same(found, wanted[: len(found)])
+        same(list(loader), wanted)
+        assert "torchcache2 loader" not in str(threading.enumerate())
+        assert multiprocessing.active_children() == []
+        data.close()
+
+
+def test_found_batches_count_in_their_tier(path, function):
+    for options, name in (({}, "memory_hits"), ({"cache_dir": path, "memory_size": 0}, "disk_hits")):
+        with contextlib.closing(CachedDataset(Samples("labelled"), map=function, **options)) as data:
+            loader = data.loader(4)
+            for epoch in range(3):
+                list(loader)
+                stats = data.stats()
+                assert (stats.misses, stats.hits) == (COUNT, epoch * COUNT) and getattr(
+                    stats, name
+                ) == stats.hits
+
+
+def test_texts_may_be_indices_of_samples():
+    samples = {"1": torch.ones(2), "b": torch.zeros(2), 1: torch.full((2,), 7.0)}
+    with contextlib.closing(CachedDataset(samples)) as data:
+        loader, order = data.loader(2, sampler=["1", "b", 1, "1"]), ["1", "b", 1, "1"]
+        for _ in range(2):
+            same(torch.cat(list(loader)), torch.stack([samples[key] for key in order]))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shufle": True},
+        {"batch_sampler": [[1]], "batch_size": 4},
+        {"sampler": [1], "shuffle": True},
+        {"batch_size": None},
+        {"batch_size": 0},
+        {"num_workers": -1},
+        {"num_workers": 0, "prefetch_factor": 2},
+        {"rank": 2, "world_size": 2},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_options_of_a_loader_that_cannot_be_meant(options):
+    with contextlib.closing(CachedDataset(range(4))) as data, pytest.raises((ValueError, TypeError)):
+        data.loader(**options)
+
+
+def test_a_served_folder_gives_the_same_batches(path, function):
+    with contextlib.closing(CachedDataset(Samples("labelled"), path, map=function)) as data:
+        list(data.loader(4))
+    with contextlib.closing(CachedDataset(None, path)) as served:
+        for workers in (0, 2):
+            generators = [torch.Generator().manual_seed(1) for _ in range(2)]
+            loader = served.loader(4, shuffle=True, generator=generators[0], num_workers=workers)
+            same(list(loader), wanted_of(function, shuffle=True, generator=generators[1]))
+
+
+def test_a_forked_process_and_the_end_of_one_in_mid_epoch(tmp_path):
+    script = """
+    import os, sys
+    import torch
+    from torch.utils.data import DataLoader
+    from tests.datasets.test_batches import Samples, embed, wanted_of
+    from tests.helpers.datasets import same
+    from torchcache2 import CachedDataset
+
+    data = CachedDataset(Samples("labelled"), sys.argv[1], map=embed, memory_size=0)
+    loader, wanted = data.loader(4, num_workers=1), wanted_of(embed)
+    same(list(loader), wanted)
+    reading = iter(loader)
+    same(next(reading), wanted[0])
+    pid = os.fork()
+    same(list(data.loader(4)), wanted)
+    if pid == 0:
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert len(list(DataLoader(data, 4, num_workers=2))) == len(wanted)
+    same(next(reading), wanted[1])
+    print("done")  # the loop is still open
+    """
+    process = warm.start(warm.dedented(script), str(tmp_path / "cache"), whole=True).done()
+    assert process.words == ["done"] and "Error" not in process.err

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_co
 from torchcache2.core.errors import OptionError, UnserialisableError
 from torchcache2.core.keys import Positions
 from torchcache2.core.private import pytree
-from torchcache2.core.process import place
+from torchcache2.core.process import before_pools_end, place
 from torchcache2.core.rows import Leaf, Parts, Rows, Schema, merged
 from torchcache2.core.values import leaves_of, mapped, specs_of
 from torchcache2.datasets.identity import as_array
@@ -343,6 +343,7 @@ class _Reading:
         self._thread: ThreadPoolExecutor | None = None
         if self._store is not None and any(tier.is_lasting for tier in self._store.levels.tiers):
             self._thread = ThreadPoolExecutor(1, "torchcache2 loader")
+            before_pools_end(self.close)  # later, at the end of the interpreter, it would fail
 
     @property
     def _store(self) -> Store | None:
@@ -368,9 +369,9 @@ class _Reading:
 
     def close(self) -> None:
         """End the thread and the workers."""
-        self._samples = None
-        if self._thread is not None:
-            self._thread.shutdown(wait=True, cancel_futures=True)
+        thread, self._thread, self._samples = self._thread, None, None
+        if thread is not None:
+            thread.shutdown(wait=True, cancel_futures=True)
 
     def _draw(self) -> bool:
         """Plan some more batches; False if there are none."""

@@ -33,7 +33,7 @@ from torchcache2.tiers.shared.region import start_time
 from torchcache2.tiers.shared.tier import SharedTier
 
 _ASKED_AT_ONCE = 1 << 20  # keys
-_SEALING = 3.0  # seconds after an epoch for other processes to seal their rows
+SEALING = 3.0  # seconds after an epoch for other processes to seal their rows
 
 
 class _User:
@@ -149,7 +149,7 @@ class Levels(TierStack):
         """The parts that `get` merges, by tier."""
         if self._epochs != (epochs := self._tally.epochs):
             self._epochs, self._turned = epochs, time.monotonic()
-        if time.monotonic() - self._turned < _SEALING:
+        if time.monotonic() - self._turned < SEALING:
             self.look_again()
         drops = self._tally.drops
         found = super().found(keys)

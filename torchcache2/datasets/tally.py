@@ -126,6 +126,10 @@ class Tally:
             asked = int(self._table[1:, : COUNTS.index("verified")].sum())
             self._table[0, _EPOCHS] = asked // self._length
 
+    def need_rows(self) -> None:
+        """Have all processes write their queued rows now."""
+        self._table[0, _EPOCHS] = time.time_ns()
+
     def dropped(self) -> None:
         """Make all processes forget their own samples, such as queued ones; waits while any is publishing."""
         self._table[0, _DROPS] = max(time.time_ns(), self.drops + 1)
