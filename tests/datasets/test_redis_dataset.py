@@ -86,6 +86,7 @@ def test_memory_may_be_in_front(server):
     read(dataset)
     read(dataset)
     assert (dataset.stats().memory_hits, dataset.stats().remote_hits) == (COUNT, COUNT)
+    assert len(dataset.missing()) == 0
     client = server.client()
     client.flushall()
     client.close()

@@ -24,12 +24,12 @@ from torchcache2.datasets.tally import Tally
 from torchcache2.engine.stack import TierStack, has_any
 from torchcache2.engine.values.samples import Samples, from_rows, rebuilder
 from torchcache2.tiers.base import Signals, Tier
+from torchcache2.tiers.drain import Drain
 from torchcache2.tiers.make import Description, InUse, Opened, make_levels
 from torchcache2.tiers.meeting import job_name
 from torchcache2.tiers.shared.tier import SharedTier
 
 _ASKED_AT_ONCE = 1 << 20  # keys
-_SEALING = 3.0  # seconds after an epoch for other processes to seal their rows
 
 
 class _User:
@@ -74,9 +74,9 @@ class Levels(TierStack):
         self._opened = self._opened or opened
         self.fills_up = settings.persistent_cache_dir is None or not settings.is_persistent
         self._tally = tally
-        self._epochs, self._turned = 0, -math.inf  # finished epochs, and when the last one was noticed
         self.namespace = namespace
         self._user = _User(namespace, description)
+        self._users.describe(namespace, description)
         if job is None:
             # Without a launcher, a process shares with its workers only.
             is_shared = has_peers() or bool(os.environ.get("TORCHCACHE_JOB"))
@@ -93,7 +93,9 @@ class Levels(TierStack):
 
     def clear(self) -> None:
         """Forget every row, in every process."""
-        self._tally.dropped()  # first: rows queued in other processes must not be written afterwards
+        if isinstance(self.tiers[0], SharedTier):
+            self.tiers[0].drop(self.namespace)  # first: no process takes its rows into the folder from now on
+        self._tally.dropped()  # rows queued in other processes must not be written afterwards
         self.drop(self.namespace)
 
     def drop(self, namespace: bytes) -> None:
@@ -119,6 +121,8 @@ class Levels(TierStack):
 
     def has(self, keys: Keys) -> Flags:
         """Whether each key has a row now: in any tier or, with a lasting folder or servers, there."""
+        if self._drain is not None:
+            self._drain.gather(asks=False)
         self.look_again()
         return has_any(self.tiers if self.fills_up else self._lasting, keys)
 
@@ -136,10 +140,6 @@ class Levels(TierStack):
 
     def found(self, keys: Keys) -> list[Parts]:
         """The parts that `get` merges, by tier."""
-        if self._epochs != (epochs := self._tally.epochs):
-            self._epochs, self._turned = epochs, time.monotonic()
-        if time.monotonic() - self._turned < _SEALING:
-            self.look_again()
         drops = self._tally.drops
         found = super().found(keys)
         if self._tally.drops != drops:  # rows read from disk before may be in memory now
@@ -147,26 +147,36 @@ class Levels(TierStack):
         return found
 
     def count(self) -> int:
-        """How many rows there are, in all processes; first writes those queued in this one."""
+        """How many rows there are, in all processes; first has those written that are queued."""
         self.flush()
         self._look(self._lasting)
         return sum(tier.count(self.namespace) for tier in (self.tiers if self.fills_up else self._lasting))
 
-    def write_kept(self, keys: Keys) -> Flags:
-        """Copy rows from memory to the folder or servers; returns which of the keys memory had.
+    @property
+    def _drain(self) -> Drain | None:
+        """What brings rows of memory to a lasting folder or servers; None without these."""
+        drain = self.tiers[-1].above
+        return drain if isinstance(drain, Drain) else None
 
-        Needed if a worker was killed before writing them, or a server has forgotten them.
-        """
-        kept = np.zeros(len(keys), bool)
-        if not self.fills_up and len(self.tiers) > 1:
-            for positions, rows in self.tiers[0].get(keys).parts:
-                self.keep(keys.take(positions), rows)
-                kept[positions] = True
-        return kept
+    def flush(self) -> None:
+        """Return once the rows of all processes are as durable as the tiers make them."""
+        if self._drain is not None:
+            self._tally.ask()
+            self._drain.now()
+        super().flush()
+
+    def write_kept(self, keys: Keys) -> Flags:
+        """Copy rows from memory to the folder or servers that have lost them; returns which memory had."""
+        return np.zeros(len(keys), bool) if self._drain is None else self._drain.copy(keys)
 
     def keep(self, keys: Keys, rows: Rows) -> bool:
-        """Put rows into every tier, or each into the first with room; returns whether all fit."""
-        if not self.fills_up:
+        """Put each row into the first tier with room, or into every one if none drains memory.
+
+        Returns whether all fit.
+        """
+        if self._drain is not None:
+            self._drain.watch()
+        elif not self.fills_up:
             self.put(self._user, keys, rows)
             return True  # the disk tier warns if it is full
         absent = np.arange(len(keys))
@@ -181,8 +191,7 @@ class Levels(TierStack):
         return False
 
     def close(self) -> None:
-        """Release the rows in memory, and write the others to disk."""
-        self.forget(self.namespace)
+        """Write the rows to disk, and release those in memory."""
         self.leave(self._user)
 
     def _offer(self, tiers: Sequence[Tier], keys: Keys, rows: Rows) -> None:
@@ -205,7 +214,12 @@ class Levels(TierStack):
             self.job,
             is_worker=self._is_worker,
             signals=Signals(
-                lambda: tally.drops, tally.publishing, lambda: tally.epochs, ToldOnce(tally.is_first)
+                drops=lambda: tally.drops,
+                publishing=tally.publishing,
+                asked=lambda: tally.asked,
+                waits=tally.waits,
+                ask=tally.ask,
+                tell=ToldOnce(tally.is_first),
             ),
             writes=self._writes,
             opened=opened,

@@ -23,6 +23,7 @@ from torchcache2.tiers.base import Signals, Tier
 from torchcache2.tiers.bucket.objects import Objects
 from torchcache2.tiers.bucket.source import BucketSource
 from torchcache2.tiers.disk.tier import DiskTier
+from torchcache2.tiers.drain import Drain
 from torchcache2.tiers.meeting import Scratch, job_name
 from torchcache2.tiers.memory.tier import MemoryTier
 from torchcache2.tiers.redis.client import Clients
@@ -33,6 +34,7 @@ from torchcache2.tiers.shared.tier import SharedTier
 _LEAST_QUEUED, _MOST_QUEUED = 16 << 20, 256 << 20
 _WORKERS_WRITE = 2.0  # seconds; a `DataLoader` kills its workers 5 seconds after their end
 _SAMPLES_SEALED_AFTER = 60.0  # seconds; samples load slowly, and segments should be few
+_SAMPLES_IDLE = 1.0  # seconds after the last one
 
 InUse = Callable[[], Collection[bytes]]
 Description = Callable[[bytes], Mapping[str, Any]]
@@ -129,12 +131,13 @@ def make_levels(
     its rows to other processes when it ends, even in a temporary folder; it does not repeat its parent's
     warnings. Without `writes`, folder and bucket stay unchanged. For `opened`, see `make_tiers`.
     """
-    budget, tiers = settings.memory_budget(), list[Tier]()
+    budget, tiers, shared = settings.memory_budget(), list[Tier](), None
     warn = logger.debug if is_worker else logger.warning
     if budget:
         try:
             # The caller warns itself if it is full.
-            tiers.append(SharedTier(job, budget, in_use, spills=True, is_copied=True))
+            shared = SharedTier(job, budget, in_use, spills=True, is_copied=True)
+            tiers.append(shared)
         except SharingError as error:
             warn(
                 "processes cannot share memory (%s), so each keeps its own samples: n workers get an nth "
@@ -163,6 +166,9 @@ def make_levels(
             )
         except OSError as error:
             warn("there is no temporary folder: what does not fit in memory is not kept (%s)", str(error))
+        else:
+            if writes and settings.persistent_cache_dir is not None:
+                Drain(shared, tiers[-1], signals, is_worker=is_worker)
     return tiers or [MemoryTier(0)]
 
 
@@ -198,7 +204,7 @@ def _lasting(
     if settings.servers is not None:
         return RedisTier(settings.servers, claims=claims, **options)
     if delay is not None:
-        options["delay"] = delay
+        options |= {"delay": delay, "idle": _SAMPLES_IDLE}
     bucket, folder = settings.bucket, settings.persistent_cache_dir
     folder = folder if bucket is None else bucket.local_dir
     tiers = weakref.WeakSet[DiskTier]()  # weak: the bucket must not keep its owner alive

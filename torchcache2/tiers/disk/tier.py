@@ -58,8 +58,9 @@ class DiskTier(Tier):
         The namespaces that something alive in this process uses; default: all.
     description : callable, optional
         What a namespace stands for, for its ``fingerprint.json``.
-    delay : float
-        Seconds after which rows are sealed, however few; see `torchcache2.tiers.writer.Pace`.
+    delay, idle : float
+        Seconds after which rows are sealed, however few: after the first, and after the last one. None: a
+        fifth of `delay`. See `torchcache2.tiers.writer.Pace`.
     temporary : bool
         Whether the directory is deleted with this process, whose `close` then writes no more rows. Forked
         children write theirs as long as the directory exists.
@@ -99,6 +100,7 @@ class DiskTier(Tier):
         description: Callable[[bytes], Mapping[str, Any]] | None = None,
         fs: FileSystem | None = None,
         delay: float = _SEALED_AFTER,
+        idle: float | None = None,
         temporary: bool = False,
         most_seconds: Callable[[], float | None] | None = None,
         closed: Callable[[], None] | None = None,
@@ -116,7 +118,7 @@ class DiskTier(Tier):
             self.directory, folder, limit = bucket.local, bucket.directory, bucket.limit
         self._queue = queue
         self._target = max(1, min(_SEGMENT_BYTES, budget // 8, queue // 4))
-        self._delay = delay
+        self._delay, self._idle = delay, idle
         self._most_seconds = most_seconds
         self._goes_with = os.getpid() if temporary and bucket is None else None  # the process
         self._on_closed = closed
@@ -204,10 +206,19 @@ class DiskTier(Tier):
         if self.bucket is not None:
             self.bucket.drop(namespace)
 
+    def watch(self) -> None:
+        """Have the writer of this process pull rows from `above` from now on."""
+        with self._lock():
+            self._index.begin()
+            if self._index.writer is not None:
+                self._index.writer.watch()
+
     def flush(self) -> None:
         """Return once all rows put so far are sealed, or queued again after a fault."""
         if self.is_busy_here():
             return  # this thread would wait for itself; the writer writes soon
+        if self.above is not None:
+            self.above.gather()
         with self._lock():
             self._index.begin()
             writer = self._index.writer
@@ -309,7 +320,14 @@ class DiskTier(Tier):
             self._lock(),
             self._sealing.write,
             self._sealing.forget,
-            Pace(target=self._target, limit=self._queue, delay=self._delay, most_seconds=seconds),
-            seals=self._signals.seals,
+            Pace(
+                target=self._target,
+                limit=self._queue,
+                delay=self._delay,
+                idle=self._idle,
+                most_seconds=seconds,
+            ),
+            signals=self._signals,
+            pull=None if self.above is None else self.above.pull,
             at_exit=self.close,
         )

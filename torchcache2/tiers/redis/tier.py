@@ -194,10 +194,21 @@ class RedisTier(Tier):
         queue.wait_for(gone)
         self._clients.delete(pattern(namespace))
 
+    def watch(self) -> None:
+        """Have the queue of this process pull rows from `above` from now on."""
+        with self._lock():
+            self._begin().watch()
+
     def flush(self) -> None:
         """Return once all rows put so far are on the servers, or forgotten because of a fault."""
         if self._is_busy_here():
             return  # this thread would wait for itself; the rows are sent soon
+        if self.above is not None:
+            self.above.gather()
+        self._send_all()
+
+    def _send_all(self) -> None:
+        """Return once the rows of this process are sent."""
         with self._lock():
             queue = self._begin()
         queue.flush()
@@ -219,7 +230,7 @@ class RedisTier(Tier):
 
     def stats(self) -> TierStats:
         """The content of the servers, including that of other programs."""
-        self.flush()  # a closed tier has nothing to flush, and its servers answer nothing
+        self._send_all()  # a closed tier has nothing to send, and its servers answer nothing
         rows = sum(reply for reply in self._clients.each(b"DBSIZE") if isinstance(reply, int))
         size = evictions = 0
         for reply in self._clients.each(b"INFO"):
@@ -234,7 +245,7 @@ class RedisTier(Tier):
 
     def count(self, namespace: bytes) -> int:
         """How many rows of a namespace there are."""
-        self.flush()
+        self._send_all()
         pages = self._clients.scan(pattern(namespace))
         length = len(pattern(namespace)) - 1 + 16  # other programs may use such names
         ends = [name[-16:] for page in pages for name in page if len(name) == length]
@@ -262,7 +273,8 @@ class RedisTier(Tier):
                     most_seconds=None if self._most_seconds is None else self._most_seconds(),
                 ),
                 at_exit=self.close,
-                seals=self._signals.seals,
+                signals=self._signals,
+                pull=None if self.above is None else self.above.pull,
             )
         if self._dropped != (drops := self._signals.drops()):
             self._dropped = drops
