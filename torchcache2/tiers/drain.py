@@ -67,7 +67,7 @@ class Drain(Above):
             self.now()
 
     def gather(self, *, asks: bool = True) -> None:
-        """Drain, if this process has made the tiers or drains for all; a maker first asks for others' rows."""
+        """Drain, if this process made the tiers or drains for all; a maker first asks for others' rows."""
         if os.getpid() == self._maker:
             if asks:
                 self._signals.ask()
