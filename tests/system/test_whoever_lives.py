@@ -68,9 +68,11 @@ if __name__ == "__main__":
         squared = torchcache(persistent=True, persistent_cache_dir=root + "/rows")(squared)
         with fork.Pool(2) as pool:
             pool.map(squared, torch.arange(float(COUNT)).split(5), chunksize=1)
-            while squared.cache_instance.stats().disk_rows < COUNT:  # idle workers write
-                time.sleep(0.05)
-                squared(torch.zeros(1))
+            own = 0
+            while "flush" in how and squared.cache_instance.stats().disk_rows < COUNT + own:
+                time.sleep(0.2)  # idle workers write
+                own += 1
+                squared(-torch.ones(1) * own)  # a miss looks for what others have written
     elif "pool" in how:
         with multiprocessing.get_context("forkserver" if "given" in how else "fork").Pool(2) as pool:
             pool.map(data.__getitem__, range(COUNT))
@@ -78,7 +80,7 @@ if __name__ == "__main__":
         import datasets
         rows = datasets.Dataset.from_dict({"x": list(range(COUNT))})
         rows.map(lambda x: {"image": data[x]}, input_columns="x", num_proc=2)
-    else:  # in a global variable, as in a script without functions: the workers are ended with the interpreter
+    else:  # in a global variable, as in a script without functions: the interpreter ends the workers
         loader = DataLoader(data, 8, num_workers=2, persistent_workers=True)
         for epoch in range(2):
             assert sum(map(len, loader)) == COUNT
@@ -112,7 +114,7 @@ if __name__ == "__main__":
                 ("shard, flush", "0"),
                 ("pool, given", "10MB"),
                 ("map", "10MB"),
-                ("function", "10MB"),
+                ("function, flush", "10MB"),
             ]
         ),
     ],
