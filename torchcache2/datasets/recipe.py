@@ -17,7 +17,6 @@ from torchcache2.datasets.identity import (
     document_of,
     identify,
     identify_prefix,
-    length_of,
 )
 from torchcache2.datasets.options import Serving, level_settings
 from torchcache2.datasets.source import Source
@@ -82,14 +81,14 @@ class Recipe:
     def of_dataset(cls, dataset: Any, options: Mapping[str, Any]) -> Recipe:
         """Read the dataset; an `OptionError` if later runs could not identify it."""
         settings, kept = settings_of(options)
-        name, version, length = options["name"], options["version"], length_of(dataset)
+        name, version = options["name"], options["version"]
         identity = identify(dataset, name=name, version=version)
         recipe = cls(
             title=type(dataset).__name__ if name is None else name,
             identity=identity,
             document=document(identity, dataset, name, version),
             settings=settings,
-            tally=Tally(length),
+            tally=Tally(),
             dataset=dataset,
             checks=not options["allow_random"],
             **{option: options[option] for option in ("transform", "name", "version", "verify")},

@@ -93,13 +93,13 @@ class Levels(TierStack):
 
     def clear(self) -> None:
         """Forget every row, in every process."""
-        if isinstance(self.tiers[0], SharedTier):
-            self.tiers[0].drop(self.namespace)  # first: no process takes its rows into the folder from now on
+        self.tiers[0].drop(self.namespace)  # first, so that no process drains it from now on
         self._tally.dropped()  # rows queued in other processes must not be written afterwards
         self.drop(self.namespace)
 
     def drop(self, namespace: bytes) -> None:
         """Delete the rows in files, in shared memory, and in this process's queue."""
+        self.tiers[0].drop(namespace)  # first, as in `clear`
         super().drop(namespace)
         self._hold()
 
@@ -122,7 +122,7 @@ class Levels(TierStack):
     def has(self, keys: Keys) -> Flags:
         """Whether each key has a row now: in any tier or, with a lasting folder or servers, there."""
         if self._drain is not None:
-            self._drain.gather(asks=False)
+            self._drain.gather(at_end=True)
         self.look_again()
         return has_any(self.tiers if self.fills_up else self._lasting, keys)
 
@@ -155,15 +155,8 @@ class Levels(TierStack):
     @property
     def _drain(self) -> Drain | None:
         """What brings rows of memory to a lasting folder or servers; None without these."""
-        drain = self.tiers[-1].above
-        return drain if isinstance(drain, Drain) else None
-
-    def flush(self) -> None:
-        """Return once the rows of all processes are as durable as the tiers make them."""
-        if self._drain is not None:
-            self._tally.ask()
-            self._drain.now()
-        super().flush()
+        drain: Drain | None = self.tiers[-1].above
+        return drain
 
     def write_kept(self, keys: Keys) -> Flags:
         """Copy rows from memory to the folder or servers that have lost them; returns which memory had."""
@@ -356,8 +349,6 @@ class Store:
         in_source = source.nanoseconds - before
         spent = time.perf_counter_ns() - start - in_source
         self.tally.add(**counts, nanoseconds=in_source, spent=spent)
-        if len(missing):
-            self.tally.count_epochs()
         return samples
 
     def fill(self, indices: Sequence[int]) -> tuple[int, int, int]:

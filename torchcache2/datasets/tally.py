@@ -37,7 +37,7 @@ COUNTS = (
 )
 _PLACES = {name: place for place, name in enumerate(COUNTS)}
 _SPENT = _PLACES["spent"]
-_RANDOM, _DROPS, _EPOCHS, _ASKED, _TOLD = range(5)  # words of the first row; told are warnings, from there on
+_RANDOM, _DROPS, _ASKED, _TOLD = range(4)  # words of the first row; told are warnings, from there on
 _WAITS = len(COUNTS)  # since when samples have waited in a process, in ns; then its pid and start time
 _PROCESSES = 1024
 _LONGEST = 30.0  # seconds that `ask` waits
@@ -54,8 +54,7 @@ class Tally:
 
     is_new = True
 
-    def __init__(self, length: int | None = None) -> None:
-        self._length = length  # of the dataset
+    def __init__(self) -> None:
         self._begin(_region())
 
     def _begin(self, region: Region | None) -> None:
@@ -68,11 +67,10 @@ class Tally:
         self._pid, self._row = 0, 0
 
     def __getstate__(self) -> Any:
-        return self._length, None if self._region is None else tuple(self._region.place)
+        return () if self._region is None else tuple(self._region.place)
 
-    def __setstate__(self, state: Any) -> None:
-        self._length, place = state
-        region = None if place is None else Region.open(*place)
+    def __setstate__(self, place: Any) -> None:
+        region = Region.open(*place) if place else None
         self._begin(_region() if region is None else region)
         self.is_new = region is None
 
@@ -138,14 +136,6 @@ class Tally:
             if not any(is_alive(pid, start) for _, pid, start, *_ in waiting.tolist()):
                 break
             time.sleep(0.01)
-
-    def count_epochs(self) -> None:
-        """Ask other processes for their samples when another epoch was read, as the next one needs them."""
-        if self._length:
-            asked = int(self._table[1:, : COUNTS.index("verified")].sum())
-            if self._table[0, _EPOCHS] != asked // self._length:
-                self._table[0, _EPOCHS] = asked // self._length
-                self._table[0, _ASKED] = time.monotonic_ns()
 
     def dropped(self) -> None:
         """Make all processes forget their own samples, such as queued ones; waits while any is publishing."""

@@ -142,18 +142,6 @@ class Breaker:
         self.failures = 0
 
 
-class Above(abc.ABC):
-    """Rows that a lasting tier lacks, as they are only in a faster tier or another process."""
-
-    @abc.abstractmethod
-    def pull(self) -> None:
-        """Put them into the tier, if this process does so for all; its writer calls this every second."""
-
-    @abc.abstractmethod
-    def gather(self) -> None:
-        """Put them into the tier before a flush; the process that made the tiers also asks the others."""
-
-
 class Tier(abc.ABC):
     """A store of rows by key.
 
@@ -168,7 +156,7 @@ class Tier(abc.ABC):
         Whether all ranks of the machine share the rows and the budget.
     directory : CacheDirectory or None
         The folder of its rows; None if they are in no folder.
-    above : Above or None
+    above : Drain or None
         What puts rows of faster tiers and other processes into this one.
     """
 
@@ -176,7 +164,7 @@ class Tier(abc.ABC):
     is_lasting: ClassVar[bool] = False
     is_shared: ClassVar[bool] = False
     directory: CacheDirectory | None = None
-    above: Above | None = None
+    above: Any = None
 
     @property
     def cause(self) -> Exception | None:

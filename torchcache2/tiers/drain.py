@@ -20,14 +20,14 @@ import numpy as np
 
 from torchcache2.core.keys import Flags, Keys, Words
 from torchcache2.core.process import ProcessLock
-from torchcache2.tiers.base import Above, Signals, Tier
+from torchcache2.tiers.base import Signals, Tier
 from torchcache2.tiers.shared.table import SharedTable
 from torchcache2.tiers.shared.tier import SharedTier
 
 _PIECE = 8 << 20  # bytes of rows that are copied at once
 
 
-class Drain(Above):
+class Drain:
     """Of one process.
 
     Parameters
@@ -49,6 +49,7 @@ class Drain(Above):
         self._lasting, self._signals = lasting, signals
         self._maker = -1 if is_worker else os.getpid()
         self._watching = -1
+        self._drained: dict[bytes, SharedTable] = {}
         self._lock = ProcessLock(threading.RLock)  # reentrant: a handler of signals may flush
         lasting.above = self
         if not is_worker:
@@ -66,21 +67,27 @@ class Drain(Above):
         if self.memory is not None and self.memory.drains():
             self.now()
 
-    def gather(self, *, asks: bool = True) -> None:
-        """Drain, if this process made the tiers or drains for all; a maker first asks for others' rows."""
-        if os.getpid() == self._maker:
-            if asks:
-                self._signals.ask()
-            self.now()
-        else:
+    def gather(self, *, at_end: bool = False) -> None:
+        """Ask the other processes for their rows, and drain.
+
+        Other processes than the one that made the tiers leave this to it `at_end`, and only `pull`.
+        """
+        if at_end and os.getpid() != self._maker:
             self.pull()
+        else:
+            self._signals.ask()
+            self.now()
 
     def now(self) -> None:
         """Put the rows into the lasting tier that have appeared in memory and are not there."""
         if self.memory is None:
             return
         with self._lock(), contextlib.suppress(MemoryError):
-            for namespace, table in self.memory.tables().items():
+            for namespace, table in self._drained.items():
+                if table.is_dropped:  # what came from it must not come back
+                    self._lasting.drop(namespace)
+            self._drained = self.memory.tables()
+            for namespace, table in self._drained.items():
                 table.drain(partial(self._copy_new, namespace, table))
 
     def _copy_new(self, namespace: bytes, table: SharedTable, words: Words) -> None:
@@ -95,15 +102,15 @@ class Drain(Above):
 
     def _copy(self, keys: Keys, table: SharedTable) -> Flags:
         assert self.memory is not None
-        drops, found = self._signals.drops(), np.zeros(len(keys), bool)
+        found = np.zeros(len(keys), bool)
         stats = self.memory.stats()
         step = max(1, _PIECE * stats.rows // max(1, stats.bytes))
         for start in range(0, len(keys), step):
             piece = keys.take(np.arange(start, min(len(keys), start + step)))
             for positions, rows in self.memory.get(piece).parts:
-                if table.is_live:  # rows of a dropped namespace must not come back
+                if table.is_live:
                     self._lasting.put(piece.take(positions), rows)
                     found[start + positions] = True
-        if self._signals.drops() != drops:  # memory was dropped before this number changed
+        if table.is_dropped:  # memory is dropped before the lasting tier
             self._lasting.drop(keys.namespace)
         return found

@@ -9,11 +9,10 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import get_worker_info
 
 from torchcache2.core.errors import NewerFormatError, OptionError
 from torchcache2.core.logs import ToldOnce, logger
-from torchcache2.core.process import has_peers, ranks_here
+from torchcache2.core.process import has_peers, ranks_here, workers
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import size_text
 from torchcache2.files.directory import CacheDirectory
@@ -32,9 +31,6 @@ from torchcache2.tiers.shared.region import SharingError
 from torchcache2.tiers.shared.tier import SharedTier
 
 _LEAST_QUEUED, _MOST_QUEUED = 16 << 20, 256 << 20
-_WORKERS_WRITE = 2.0  # seconds; a `DataLoader` kills its workers 5 seconds after their end
-_SAMPLES_SEALED_AFTER = 60.0  # seconds; samples load slowly, and segments should be few
-_SAMPLES_IDLE = 1.0  # seconds after the last one
 
 InUse = Callable[[], Collection[bytes]]
 Description = Callable[[bytes], Mapping[str, Any]]
@@ -144,7 +140,7 @@ def make_levels(
                 "part of %s each, and find only what they loaded themselves",
                 *(str(error), size_text(budget // ranks_here())),
             )
-            memory = MemoryTier(budget // ranks_here(), in_use=in_use, spills=True, among=_workers)
+            memory = MemoryTier(budget // ranks_here(), in_use=in_use, spills=True, among=workers)
             tiers.append(memory)
     queue = max(_LEAST_QUEUED, min(_MOST_QUEUED, budget // 4))
     if settings.is_persistent:
@@ -159,8 +155,6 @@ def make_levels(
                     opened,
                     is_worker=is_worker,
                     writes=writes,
-                    delay=_SAMPLES_SEALED_AFTER,
-                    most_seconds=_most_seconds,
                     signals=signals,
                 )
             )
@@ -196,15 +190,12 @@ def _lasting(
     claims: bool = False,
     is_worker: bool = False,
     writes: bool = True,
-    delay: float | None = None,
     **options: Any,
 ) -> Tier:
     """Servers, or a folder, perhaps with a bucket below it."""
     options |= {"codec": settings.compression, "quality": settings.compression_quality, "queue": queue}
     if settings.servers is not None:
         return RedisTier(settings.servers, claims=claims, **options)
-    if delay is not None:
-        options |= {"delay": delay, "idle": _SAMPLES_IDLE}
     bucket, folder = settings.bucket, settings.persistent_cache_dir
     folder = folder if bucket is None else bucket.local_dir
     tiers = weakref.WeakSet[DiskTier]()  # weak: the bucket must not keep its owner alive
@@ -245,14 +236,3 @@ def _lasting(
         tiers.add(disk)
         stack.pop_all()
     return disk
-
-
-def _workers() -> int:
-    """The number of workers, in a worker; else 1."""
-    worker = get_worker_info()
-    return 1 if worker is None else worker.num_workers
-
-
-def _most_seconds() -> float | None:
-    """How long a worker may take to write its queue: all workers write at the end. None elsewhere."""
-    return None if get_worker_info() is None else _WORKERS_WRITE / (_workers() * ranks_here())

@@ -17,11 +17,13 @@ from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator
 from typing import Any
 
-from torchcache2.core.process import AtExit, holds
+from torch.utils.data import get_worker_info
+
+from torchcache2.core.process import AtExit, holds, ranks_here, workers
 from torchcache2.tiers.base import Signals
 from torchcache2.tiers.unwritten import Pending
 
-_SHARE = 0.02  # of the time that this namespace's rows have waited so far
+_WORKERS_WRITE = 2.0  # seconds; a `DataLoader` kills its workers 5 seconds after their end
 _LONGEST_DELAY = 600.0  # seconds
 _FIRST = 4e5, 0.1  # assumed until measured: bytes, and seconds to write them
 _EXIT_PRIORITY = 10  # above that of a temporary directory, whose deletion comes later
@@ -38,34 +40,31 @@ class Pace:
     far. The number of segments then grows with the logarithm of time, and a killed process loses a small
     share of its rows. The writer holds its lock when it calls this.
 
-    A segment is large enough from `target` bytes on, and up to `limit` bytes may wait; both shrink if writing
-    that much would take longer than `most_seconds`. A small segment is written after `delay` seconds, or once
-    no row has been added to it for `idle` seconds; later ones wait longer, up to ten minutes.
+    A segment is large enough from `target` bytes on, and up to `limit` bytes may wait; in a worker of a
+    `DataLoader`, both shrink to what it can write before it is killed. A small segment is written after
+    `delay` seconds, n times as many in one of n workers, or once no row has been added to it for a fifth of
+    `delay`. Later ones wait longer, up to ten minutes.
 
     Attributes
     ----------
     target, limit : int
         Bytes.
+    share : float
+        Of the time that rows of a namespace have waited so far; 0: delays do not grow.
     waited, idled : dict of bytes to float
         Seconds that rows of each namespace have waited, in segments written because of their age, or because
         no more were added.
     """
 
-    def __init__(
-        self,
-        *,
-        target: int,
-        limit: int,
-        delay: float,
-        idle: float | None = None,
-        most_seconds: float | None = None,
-    ) -> None:
+    share = 0.02
+
+    def __init__(self, *, target: int, limit: int, delay: float) -> None:
         self.target = self._target = target
         self.limit = self._limit = limit
         self.waited: dict[bytes, float] = {}
         self.idled: dict[bytes, float] = {}
-        self._delay, self._idle = delay, delay / 5 if idle is None else idle
-        self._most_seconds = most_seconds
+        self._delay, self._idle = delay * (workers() if self.share else 1), delay / 5
+        self._most_seconds = most_seconds()
         self._written, self._took = _FIRST  # bytes of the last segments, and seconds
         self._adjust()
 
@@ -73,32 +72,19 @@ class Pace:
         """Whether a segment is large enough to be written now."""
         return pending.nbytes >= self.target
 
-    def delay_of(self, namespace: bytes) -> float:
-        """Seconds that rows of a namespace may wait."""
-        return max(self._delay, min(_LONGEST_DELAY, _SHARE * self.waited.get(namespace, 0.0)))
-
-    def idle_of(self, namespace: bytes) -> float:
-        """Seconds that rows of a namespace may wait after the last one."""
-        return max(self._idle, min(_LONGEST_DELAY, _SHARE * self.idled.get(namespace, 0.0)))
-
     def left(self, pending: Pending, now: float) -> float:
-        """Seconds until a small segment is to be written; counts it if that is now."""
-        name = pending.namespace
-        old = pending.since + self.delay_of(name) - now
-        idle = max(pending.since, pending.last) + self.idle_of(name) - now
-        if idle <= 0.0:
-            self.was_idle(name)
-        elif old <= 0.0:
-            self.was_old(name)
-        return min(old, idle)
-
-    def was_old(self, namespace: bytes) -> None:
-        """Count a segment that its age made ready."""
-        self.waited[namespace] = self.waited.get(namespace, 0.0) + self.delay_of(namespace)
-
-    def was_idle(self, namespace: bytes) -> None:
-        """Count a segment that was ready because no rows were added."""
-        self.idled[namespace] = self.idled.get(namespace, 0.0) + self.idle_of(namespace)
+        """Seconds until a small segment is to be written; counts the delay if that is now."""
+        name, least = pending.namespace, math.inf
+        for delays, first, since in (
+            (self.idled, self._idle, pending.last),
+            (self.waited, self._delay, pending.since),
+        ):
+            delay = max(first, min(_LONGEST_DELAY, self.share * delays.get(name, 0.0)))
+            if since + delay <= now:
+                delays[name] = delays.get(name, 0.0) + delay
+                return 0.0
+            least = min(least, since + delay - now)
+        return least
 
     def measured(self, size: int, seconds: float) -> None:
         """Update the measured speed: each segment has twice the weight of the one before."""
@@ -107,10 +93,15 @@ class Pace:
         self._adjust()
 
     def _adjust(self) -> None:
-        """Limit what waits to what can be written within `most_seconds`."""
+        """Limit what waits to what can be written in time."""
         if self._most_seconds is not None:
             self.limit = min(self._limit, int(self._most_seconds * self._written / max(self._took, 1e-9)))
             self.target = max(1, min(self._target, self.limit // 4))
+
+
+def most_seconds() -> float | None:
+    """How long a worker may take to write its queue: all workers write at the end. None elsewhere."""
+    return None if get_worker_info() is None else _WORKERS_WRITE / (workers() * ranks_here())
 
 
 class Writer:
@@ -192,7 +183,7 @@ class Writer:
         with self._lock:
             if pending.dropped or self._ending or self.nbytes > self.pace.limit // 2:
                 return False
-            pending.since = self._clock() + after
+            pending.since = pending.last = self._clock() + after
             self._open[pending.namespace, pending] = pending
             return True
 

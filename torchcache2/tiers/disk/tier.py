@@ -58,15 +58,11 @@ class DiskTier(Tier):
         The namespaces that something alive in this process uses; default: all.
     description : callable, optional
         What a namespace stands for, for its ``fingerprint.json``.
-    delay, idle : float
-        Seconds after which rows are sealed, however few: after the first, and after the last one. None: a
-        fifth of `delay`. See `torchcache2.tiers.writer.Pace`.
+    delay : float
+        Seconds after which rows are sealed, however few; see `torchcache2.tiers.writer.Pace`.
     temporary : bool
         Whether the directory is deleted with this process, whose `close` then writes no more rows. Forked
         children write theirs as long as the directory exists.
-    most_seconds : callable, optional
-        Called once in each writing process: only as many rows may wait there as it can write in that many
-        seconds. None, or a result of None: as many as `queue` allows.
     closed : callable, optional
         Called at the end of `close`, such as to delete a temporary directory.
     signals : Signals, optional
@@ -100,9 +96,7 @@ class DiskTier(Tier):
         description: Callable[[bytes], Mapping[str, Any]] | None = None,
         fs: FileSystem | None = None,
         delay: float = _SEALED_AFTER,
-        idle: float | None = None,
         temporary: bool = False,
-        most_seconds: Callable[[], float | None] | None = None,
         closed: Callable[[], None] | None = None,
         signals: Signals | None = None,
         bucket: BucketSource | None = None,
@@ -118,8 +112,7 @@ class DiskTier(Tier):
             self.directory, folder, limit = bucket.local, bucket.directory, bucket.limit
         self._queue = queue
         self._target = max(1, min(_SEGMENT_BYTES, budget // 8, queue // 4))
-        self._delay, self._idle = delay, idle
-        self._most_seconds = most_seconds
+        self._delay = delay
         self._goes_with = os.getpid() if temporary and bucket is None else None  # the process
         self._on_closed = closed
         self._signals = Signals() if signals is None else signals
@@ -218,7 +211,7 @@ class DiskTier(Tier):
         if self.is_busy_here():
             return  # this thread would wait for itself; the writer writes soon
         if self.above is not None:
-            self.above.gather()
+            self.above.gather(at_end=self._sealing.is_last)
         with self._lock():
             self._index.begin()
             writer = self._index.writer
@@ -315,18 +308,11 @@ class DiskTier(Tier):
             self._health.write_fault(error, self.path)
 
     def _make_writer(self) -> Writer:
-        seconds = None if self._most_seconds is None else self._most_seconds()
         return Writer(
             self._lock(),
             self._sealing.write,
             self._sealing.forget,
-            Pace(
-                target=self._target,
-                limit=self._queue,
-                delay=self._delay,
-                idle=self._idle,
-                most_seconds=seconds,
-            ),
+            Pace(target=self._target, limit=self._queue, delay=self._delay),
             signals=self._signals,
             pull=None if self.above is None else self.above.pull,
             at_exit=self.close,

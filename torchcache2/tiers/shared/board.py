@@ -323,6 +323,10 @@ class Board:
         files = self._files
         return bool(files.item(file, _INODE) == inode != files.item(file, _DROPPED))
 
+    def is_dropped(self, file: int, inode: int) -> bool:
+        """Whether a process has dropped a file, and it is still open."""
+        return bool(self._files.item(file, _DROPPED) == inode)
+
     def add_file(self, namespace: bytes, region: Region, member: int, size: int) -> int | None:
         """List a new file of `size` bytes; returns its number, or None if there are too many."""
         free = np.flatnonzero(self._files[:, _INODE] == 0)

@@ -216,6 +216,11 @@ class SharedTable:
         """Whether no process has dropped it."""
         return self.board.is_live(self.file, self.region.inode)
 
+    @property
+    def is_dropped(self) -> bool:
+        """Whether a process has dropped it; False once all have closed it."""
+        return self.board.is_dropped(self.file, self.region.inode)
+
     def get(
         self, words: Words, runtime: Runtime | None, spare: SpareMemory | None
     ) -> list[tuple[Positions, Rows]]:
