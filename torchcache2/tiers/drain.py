@@ -49,7 +49,7 @@ class Drain:
         self._lasting, self._signals = lasting, signals
         self._maker = -1 if is_worker else os.getpid()
         self._watching = -1
-        self._drained: dict[bytes, SharedTable] = {}
+        self._pulled: tuple[int, dict[bytes, SharedTable]] = -1, {}  # the process, and what it had open
         self._lock = ProcessLock(threading.RLock)  # reentrant: a handler of signals may flush
         lasting.above = self
         if not is_worker:
@@ -64,8 +64,14 @@ class Drain:
 
     def pull(self) -> None:
         """Drain, if this process does so for all."""
-        if self.memory is not None and self.memory.drains():
-            self.now()
+        if self.memory is None or not self.memory.drains():
+            return
+        pid, drained = self._pulled
+        for namespace, table in drained.items() if pid == os.getpid() else ():
+            if table.is_dropped:  # since the last time: what has come from it meanwhile must not stay
+                self._lasting.drop(namespace)
+        self._pulled = os.getpid(), self.memory.tables()
+        self.now()
 
     def gather(self, *, at_end: bool = False) -> None:
         """Ask the other processes for their rows, and drain.
@@ -83,11 +89,7 @@ class Drain:
         if self.memory is None:
             return
         with self._lock(), contextlib.suppress(MemoryError):
-            for namespace, table in self._drained.items():
-                if table.is_dropped:  # what came from it must not come back
-                    self._lasting.drop(namespace)
-            self._drained = self.memory.tables()
-            for namespace, table in self._drained.items():
+            for namespace, table in self.memory.tables().items():
                 table.drain(partial(self._copy_new, namespace, table))
 
     def _copy_new(self, namespace: bytes, table: SharedTable, words: Words) -> None:
