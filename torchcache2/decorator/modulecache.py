@@ -517,7 +517,10 @@ class ModuleCache:
         self._probes.start_anew(namespace)
 
     def flush(self) -> None:
-        """Return once all computed rows are as durable as the tiers make them."""
+        """Return once all rows computed by this process are as durable as the tiers make them.
+
+        Workers, which have a cache of their own, write rows a second after the last one, and at their end.
+        """
         for cache in self.methods.values():
             cache.engine.flush()
 
