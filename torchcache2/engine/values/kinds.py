@@ -434,4 +434,8 @@ def _advice(value: Any) -> str:
     for of, advice in _ADVICE:
         if isinstance(value, of):
             return f"return {advice}"
-    return "return tensors, arrays, images, numbers, texts, and tuples, lists and dicts of them"
+    others = ""
+    if hasattr(value, "__dict__") and not callable(value):
+        name = type(value).__name__
+        others = f", or call torchcache2.register_value({name}, vars, lambda parts: {name}(**parts)) before"
+    return f"return tensors, arrays, images, numbers, texts, and tuples, lists and dicts of them{others}"
