@@ -377,16 +377,18 @@ class ModuleCache:
             output = self._cached(computation, start)
             if self._backoff:
                 self._backoff.clear(glance(root, args, kwargs))
-            return output
+            return output[0] if computation.call.is_one else output
         except BypassError as stop:
             self._step_aside(stop, len(computation.keys), lambda: glance(root, args, kwargs))
         except NotStoredError as stop:
             is_final = stop.reason != "random" or computation.context in self._known.random
             aside = BypassError.of(stop, is_final=is_final)
             self._step_aside(aside, len(computation.keys), lambda: glance(root, args, kwargs))
-            return stop.output
+            return computation.singles[0] if computation.singles else stop.output
         except OwnMemoryError:
             pass
+        if computation.singles:
+            return computation.singles[0]
         return computation.ran[0] if computation.ran else runner.run(forward, args, kwargs)
 
     def _cacheable(
