@@ -24,7 +24,7 @@ from torchcache2.core.settings import Policy
 from torchcache2.core.sizes import Size, size_text
 from torchcache2.datasets.identity import length_of
 from torchcache2.datasets.loader import Loader, filled
-from torchcache2.datasets.mapped import MappedStore
+from torchcache2.datasets.mapped import Map, MappedStore
 from torchcache2.datasets.options import CAPACITY, aliased, check, check_dataset, check_others
 from torchcache2.datasets.recipe import OF_PROCESS, Keeper, Recipe
 from torchcache2.datasets.served import ServedRecipe, kept_in, with_samples
@@ -360,10 +360,10 @@ class CachedDataset(Keeper, Dataset[Any]):
         store, transform = self._store, self._recipe.transform
         if store is not None:
             samples = store.fetch(indices)
+        elif self._recipe.is_mapped and self._recipe.dataset is not None:
+            samples = Map.items(self._output(indices), len(indices))
         else:
             samples = self._source.plain(indices)
-            if self._recipe.map is not None:
-                samples = self._recipe.map.items(self._output(indices), len(indices))
         return samples if transform is None else [transform(sample) for sample in samples]
 
     _view = 0  # which variant `dataset[i]` is

@@ -439,8 +439,24 @@ def as_index(index: Any, expected: str = _EXPECTED) -> Index:
     raise TypeError(f"an index of type {kind.__name__}: {expected}")
 
 
-def keys_of(namespace: bytes, indices: Sequence[Index]) -> Keys:
-    """The keys of n indices from `as_index`."""
+def as_array(indices: Sequence[Any]) -> np.ndarray[Any, Any]:
+    """Indices as `as_index` makes them: of int64 if they fit there, else of objects; shape ``(n,)``."""
+    if {*map(type, indices)} != {int}:
+        indices = [as_index(index) for index in indices]
+    if all(isinstance(index, int) for index in indices):
+        with contextlib.suppress(OverflowError):
+            return np.array(indices, np.int64)
+    found = np.empty(len(indices), object)
+    found[:] = indices
+    return found
+
+
+def keys_of(namespace: bytes, indices: Sequence[Index] | np.ndarray[Any, Any]) -> Keys:
+    """The keys of n indices from `as_index`, or from `as_array`."""
+    if isinstance(indices, np.ndarray):
+        if indices.dtype == np.int64:
+            return int_keys(namespace, indices)
+        indices = indices.tolist()
     if all(type(index) is int for index in indices):
         with contextlib.suppress(OverflowError):
             return int_keys(namespace, np.array(indices, np.int64))

@@ -27,12 +27,13 @@ from torchcache2.core.private import pytree
 from torchcache2.core.process import place
 from torchcache2.core.rows import Leaf, Parts, Rows, Schema, merged
 from torchcache2.core.values import leaves_of, mapped, specs_of
+from torchcache2.datasets.identity import as_array
 from torchcache2.datasets.mapped import MappedStore
 from torchcache2.datasets.recipe import Recipe
 from torchcache2.datasets.source import Source
 from torchcache2.datasets.store import Store
 from torchcache2.engine.values.kinds import NumpyArray
-from torchcache2.engine.values.outputs import found, joined, output_of
+from torchcache2.engine.values.outputs import ItemRows, found, joined, output_of
 from torchcache2.engine.values.samples import Samples, from_rows
 from torchcache2.files.layout import schema_text
 from torchcache2.files.schema import schema_from_json
@@ -61,12 +62,12 @@ class _Loading(Dataset[Any]):
     """Loads samples in a worker, which sends them as rows: these are few tensors."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self._recipe, self._samples = recipe, Samples()
-        self._source: Source | None = None
+        self._recipe = recipe
+        self._source: Source | None = None  # made in the worker, as `_samples` is
 
     def __getitems__(self, indices: Sequence[Any]) -> tuple[list[Any], dict[int, Any], bool]:
         if self._source is None:
-            self._source = self._recipe.source()
+            self._source, self._samples = self._recipe.source(), Samples()
         samples, is_steady = self._source.load(indices)
         batch = self._samples.to_rows(samples)
         parts, others = [], set(batch.refused)
@@ -87,8 +88,8 @@ class _Block:
 
     Attributes
     ----------
-    indices : ndarray of int64, shape (n,)
-        Of all of their samples.
+    indices : ndarray, shape (n,)
+        Of all of their samples, from `as_array`.
     parts : list of tuple
         The rows that were found, after `wait`.
     tiers : ndarray of int, shape (n,)
@@ -119,11 +120,11 @@ class _Block:
         """Return once its rows are read."""
         if self._found is None:
             return
-        found, self._found = self._found(), None
-        for depth, parts in enumerate(found):
+        by_tier, self._found = self._found(), None
+        for depth, parts in enumerate(by_tier):
             for positions, _ in parts:
                 self.tiers[positions] = depth
-        self.parts = merged(list(chain.from_iterable(found)))
+        self.parts = [(where, found(rows)) for where, rows in merged(list(chain.from_iterable(by_tier)))]
         if len(self.parts) > 1 and (self.tiers >= 0).all():
             rows = joined(self.parts, len(self.indices), device=_CPU)
             if rows is not None:
@@ -163,6 +164,8 @@ class _Plan:
         parts = self.block.parts
         if len(parts) == 1 and len(parts[0][0]) == len(self.block.indices):
             rows = parts[0][1]
+            if isinstance(rows, ItemRows):
+                return rows.take(torch.arange(start, end, device="cpu"))
             return Rows(rows.schema, [column[start:end] for column in rows.columns], len(self))
         some = []
         for positions, rows in parts:
@@ -224,6 +227,7 @@ class Loader:
         if order["batch_size"] is None and order["batch_sampler"] is None:
             raise OptionError("batch_size=None: a loader makes batches; for single samples, use dataset[i]")
         self._order: DataLoader[Any] = DataLoader(indices, collate_fn=list, **order)
+        DataLoader(indices, num_workers=num_workers, **workers)  # raises for what it does not know
         batches: Any = self._order.batch_sampler
         samplers: dict[int, Any] = {
             id(one): one for one in (self._order.sampler, batches, getattr(batches, "sampler", None))
@@ -310,7 +314,7 @@ class Loader:
             if block.computation is not None:
                 batches = store.mapped.found(block.computation, slice(plan.start, plan.end), rows)  # type: ignore[union-attr]
         elif self.dataset._recipe.is_mapped:
-            batches = [output_of(found(rows), device=_CPU)]
+            batches = [output_of(rows, device=_CPU)]
         elif store is not None and not store.is_verifying and (stacked := self._stacked(rows)) is not None:
             batches = [stacked]
         if batches and store is not None:
@@ -373,7 +377,7 @@ class _Reading:
         loader, recipe = self._loader, self._loader.dataset._recipe
         drawn = islice(self._drawn, self._together)
         if loader._are_variants:
-            batches = [np.array(one, np.int64) for one in drawn]
+            batches = [as_array(one) for one in drawn]
         else:
             batches = [recipe.variants(one, loader.epoch) for one in drawn]
         if not batches:

@@ -27,7 +27,7 @@ from torchcache2.core.logs import shown
 from torchcache2.core.rows import Parts, Rows
 from torchcache2.core.settings import CacheSettings, disabled_by_environment
 from torchcache2.core.values import UnstorableError, mapped
-from torchcache2.datasets.identity import as_index
+from torchcache2.datasets.identity import as_array, as_index
 from torchcache2.datasets.source import One, Source
 from torchcache2.datasets.store import Levels, Store
 from torchcache2.datasets.tally import Tally
@@ -39,7 +39,8 @@ from torchcache2.decorator.tracing import is_traced
 from torchcache2.engine.batch import Batch
 from torchcache2.engine.running import Compiler, Forward, outside
 from torchcache2.engine.stack import TierStack
-from torchcache2.engine.values.outputs import found, items_of, output_of, rows_of, stored
+from torchcache2.engine.values.outputs import Lists, found, items_of, output_of, rows_of, stored
+from torchcache2.engine.values.samples import Samples
 from torchcache2.files.contents import FileDigests
 from torchcache2.identity.arguments import BoundCall, Signature
 from torchcache2.identity.encoding import digest, qualified_name
@@ -105,7 +106,7 @@ class Map:
         modes = Signature(_by_index, shared=(), content=FileDigests(None).of).bind((_ONE,), {}).context
         keeper.beside = {f"samples {name}": data for name, data in samples.parts.items()}
         keeper.texts = {f"samples {name}": text for name, text in samples.values.items()}
-        keeper.beside["modes of torch"] = self.modes = digest([modes])
+        keeper.beside["modes of torch"] = digest([modes])
         if collate is not None:
             keeper.beside["collate_fn"] = self._of_collate(settings)
         keeper.look(root)
@@ -124,9 +125,16 @@ class Map:
         return mapped(_on_host, self.function((self.collate or default_collate)(samples)), objects=True)
 
     @staticmethod
-    def items(output: Any, count: int) -> list[Any]:
-        """What belongs to each of n samples in an output that is not kept."""
-        return [mapped(functools.partial(_item, i, count), output) for i in range(count)]
+    def items(output: Any, count: int, lists: Lists | None = None) -> list[Any]:
+        """What belongs to each of n samples in an output."""
+        try:
+            items: list[Any] = [None] * count
+            for positions, rows in parts_of(output, count, Lists(Samples(), {}) if lists is None else lists):
+                for position, item in zip(positions.tolist(), items_of(rows), strict=True):
+                    items[position] = item
+            return items
+        except (UnstorableError, OutputError):
+            return [mapped(functools.partial(_item, i, count), output, objects=True) for i in range(count)]
 
     def name(self) -> str:
         """Its qualified name."""
@@ -156,12 +164,16 @@ class Mapped(ModuleCache):
         self._plain = plain
         self.bind(made_of.root, plain, made_of.method)
         self.keeper.name = self.engine.name = made_of.title
+        self._usual = self._context()  # under the modes of torch that the namespace covers
 
     def __call__(self, indices: Sequence[int]) -> Any:
         """The output for n samples, its tensors on the CPU."""
         # Parts of the batch need its samples again. Rows have no graph.
         with self._source.holding(self._source.held() or {}), torch.no_grad():
-            return outside(self._called, torch.from_numpy(np.array(indices, np.int64)))
+            plain = as_array(indices)
+            if plain.dtype != np.int64:
+                raise TypeError(f"an index {shown(plain[0])}: with map=, indices are ints")
+            return outside(self._called, torch.from_numpy(plain))
 
     def _called(self, compiler: Compiler, indices: Tensor) -> Any:
         return self.call(Forward(self._plain, compiler), (indices,), {})
@@ -169,7 +181,7 @@ class Mapped(ModuleCache):
     def asked(self, indices: Positions) -> Computation | None:
         """The call for n samples, as the module is now; None if it cannot be cached."""
         is_passed = self._known.runner.is_inside or not self.settings.enabled or self.settings.verify > 0.0
-        if is_passed or is_traced() or disabled_by_environment():
+        if is_passed or is_traced() or disabled_by_environment() or indices.dtype != np.int64:
             return None
         forward = Forward(self._plain)
         with torch.no_grad(), contextlib.suppress(BypassError):
@@ -204,7 +216,10 @@ class Mapped(ModuleCache):
             is_same = self.keeper.look(self.living_root()).namespace == asked.keys.namespace
         except Exception:  # the usual call says why
             return False
-        return is_same and self._known.signature.bind((_ONE,), {}).context == asked.call.context
+        return is_same and self._context() == asked.call.context
+
+    def _context(self) -> bytes:
+        return self._known.signature.bind((_ONE,), {}).context
 
     def raise_if_bypassed(self) -> None:
         """Raise `NotCachedError` if the last call was not cached."""
@@ -225,33 +240,33 @@ class Mapped(ModuleCache):
 
     def parts(self, output: Any, count: int) -> Parts:
         """The rows of an output for `count` samples, as tiers keep them."""
-        call = self._known.signature.bind((torch.arange(max(1, count), device="cpu"),), {})
-        lists = self._known.lists(self._known.context(self.namespace, call))
-        lists.known.update(dict.fromkeys(lists.unsettled(output, count), True))  # most likely
-        return stored(rows_of(output, count, lists, device=_CPU))
+        return parts_of(output, count, self._lists(count))
 
     def items(self, output: Any, count: int) -> list[Any]:
         """The output of each of `count` samples, from that of their batch."""
-        try:
-            items: list[Any] = [None] * count
-            for positions, rows in self.parts(output, count):
-                for position, item in zip(positions.tolist(), items_of(rows), strict=True):
-                    items[position] = item
-            return items
-        except (UnstorableError, OutputError):
-            return self.map.items(output, count)
+        return self.map.items(output, count, self._lists(count))
+
+    def _lists(self, count: int) -> Lists:
+        call = self._known.signature.bind((torch.arange(max(1, count), device="cpu"),), {})
+        return self._known.lists(self._known.context(self.namespace, call))
 
     def _names(self, namespace: bytes, call: BoundCall) -> Keys:
         """The keys of a call's samples; under other modes of torch, they have other keys."""
         keys = self._keys_of(namespace, call.args[0].numpy())
-        data, modes = keys.data, digest([call.context])
-        if modes != self.map.modes:
-            data = data ^ np.frombuffer(modes, np.uint8)
+        data = keys.data
+        if call.context != self._usual:
+            data = data ^ np.frombuffer(digest([call.context]), np.uint8)
         return Keys(namespace, data, _GROUP)
 
     def description(self, namespace: bytes) -> dict[str, Any]:
         """The description of the samples' namespace."""
         return dict(self._described())
+
+
+def parts_of(output: Any, count: int, lists: Lists) -> Parts:
+    """The rows of an output for `count` samples, as tiers keep them."""
+    lists.known.update(dict.fromkeys(lists.unsettled(output, count), True))  # most likely
+    return stored(rows_of(output, count, lists, device=_CPU))
 
 
 def _on_host(leaf: Any) -> Any:

@@ -7,8 +7,6 @@ import multiprocessing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from torchcache2.core.errors import OptionError
 from torchcache2.core.keys import Keys, Positions
 from torchcache2.core.logs import listed
@@ -16,6 +14,7 @@ from torchcache2.core.private import is_given_work
 from torchcache2.core.settings import CacheSettings, disabled_by_environment
 from torchcache2.datasets.identity import (
     Identity,
+    as_array,
     document,
     document_of,
     identify,
@@ -102,8 +101,8 @@ class Recipe:
         return "map" in (self.document.get("dataset") or {})
 
     def variants(self, indices: Any, view: int) -> Positions:
-        """Where a variant of n samples is among all variants of all samples, int64 ``(n,)``."""
-        plain = np.array(indices, np.int64)
+        """Where a variant of n samples is among all variants of all samples; see `as_array`."""
+        plain = as_array(indices)
         if self.views == 1 or len(plain) == 0:
             return plain
         count = (length_of(self.dataset) or 0) // self.views

@@ -10,7 +10,7 @@ import numpy as np
 from xxhash import xxh3_128_digest
 
 from torchcache2.core.errors import OptionError
-from torchcache2.core.keys import Keys, Positions, int_key, int_keys
+from torchcache2.core.keys import Keys, Positions, int_key
 from torchcache2.datasets.identity import as_index, keys_of
 from torchcache2.files.contents import FileDigests
 from torchcache2.identity.arguments import ValueEncoder
@@ -46,10 +46,10 @@ class SampleKeys:
 
     def of(self, namespace: bytes, indices: Sequence[Any] | Positions) -> Keys:
         """The keys of the samples at n indices, each as from `as_index`."""
-        if isinstance(indices, np.ndarray):
-            return self.of(namespace, indices.tolist()) if self.are_given else int_keys(namespace, indices)
         if not self.are_given:
             return keys_of(namespace, indices)
+        if isinstance(indices, np.ndarray):
+            indices = indices.tolist()
         known, plain = self._words, list(map(self._plain, indices))
         if not all(map(self._is_known, plain)):
             data = b"".join(map(self._read, plain))

@@ -246,7 +246,7 @@ def items_of(rows: Rows) -> list[Any]:
             return closed(kind, context, children)
 
         outer = Rows(batch.schema, batch.columns, len(rows)).take(torch.tensor([i]))
-        return mapped(_single, outer.to_pytree(device=cpu, closed=node))
+        return mapped(_single, outer.to_pytree(device=cpu, closed=node), objects=True)
 
     return [item(i) for i in range(len(rows))]
 
