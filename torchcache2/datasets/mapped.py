@@ -45,7 +45,6 @@ from torchcache2.identity.arguments import BoundCall, Signature
 from torchcache2.identity.encoding import digest, qualified_name
 from torchcache2.identity.fingerprint import Fingerprint
 
-_GROUP = b"samples by name"
 _CPU, _ONE = torch.device("cpu"), torch.zeros(1, dtype=torch.int64, device="cpu")
 KeysOf = Callable[[bytes, Positions], Keys]
 
@@ -247,7 +246,7 @@ class Mapped(ModuleCache):
         data, modes = keys.data, digest([call.context])
         if modes != self.map.modes:
             data = data ^ np.frombuffer(modes, np.uint8)
-        return Keys(namespace, data, _GROUP)
+        return Keys(namespace, data)
 
     def description(self, namespace: bytes) -> dict[str, Any]:
         """The description of the samples' namespace."""
