@@ -3,8 +3,8 @@
 A trainer that runs a frozen backbone decodes every image in every epoch, and so does one whose backbone is
 cached, as an image is found by its pixels. ``CachedDataset(map=)`` keeps what the backbone makes of each
 image by the image's index, and its loader gives batches straight from these rows. This script trains a head
-on JPEG files for some epochs, with it and without, and checks that both have the same losses, bit by bit. Then
-it opens the folder once more, as a second run would, which computes one batch to check the rows.
+on JPEG files for some epochs, with it and without, and checks that the losses of both are equal bit by bit.
+Then it opens the folder once more, as a second run would, which computes one batch to check the rows.
 
 The images are drawn and the weights random, for nothing is downloaded: put your own in `make_photos` and
 `make_backbone`. With ``--cache-dir`` photos and features stay there.
