@@ -306,3 +306,12 @@ def test_samples_that_draw_numbers_are_others_in_each_epoch(workers):
             loader = data.loader(2, num_workers=workers)
             seen = [tuple(column.tolist()) for _ in range(3) for batch in loader for column in batch]
             assert len(set(seen)) == len(seen)
+
+
+def test_what_a_map_makes_of_images_of_several_shapes_is_kept():
+    images = [torch.rand(3, side, 4) for side in (2, 2, 5, 5)]
+    with contextlib.closing(CachedDataset(images, map=lambda batch: batch * 2)) as data:
+        for _ in range(2):
+            batches = list(data.loader(batch_sampler=[[1, 0], [2, 3]]))
+            assert [batch.shape for batch in batches] == [(2, 3, 2, 4), (2, 3, 5, 4)]
+        assert data.stats().misses == 4 and len(data.missing()) == 0

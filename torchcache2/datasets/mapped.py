@@ -46,7 +46,6 @@ from torchcache2.identity.arguments import BoundCall, Signature
 from torchcache2.identity.encoding import digest, qualified_name
 from torchcache2.identity.fingerprint import Fingerprint
 
-_GROUP = b"samples by name"
 _CPU, _ONE = torch.device("cpu"), torch.zeros(1, dtype=torch.int64, device="cpu")
 KeysOf = Callable[[bytes, Positions], Keys]
 
@@ -256,7 +255,7 @@ class Mapped(ModuleCache):
         data = keys.data
         if call.context != self._usual:
             data = data ^ np.frombuffer(digest([call.context]), np.uint8)
-        return Keys(namespace, data, _GROUP)
+        return Keys(namespace, data)
 
     def description(self, namespace: bytes) -> dict[str, Any]:
         """The description of the samples' namespace."""

@@ -386,9 +386,10 @@ class Computation:
     def _has_other_shape(self, shapes: Shapes | None) -> bool:
         """Whether items had outputs of another shape in earlier batches.
 
-        Within a batch, all outputs have one shape. If that differs between batches, items depend on them.
+        Within a batch, all outputs have one shape. If that differs between batches, items depend on them; but
+        items of no group may themselves be of several shapes.
         """
-        known = self.known.shapes.get(self.keys.group)
+        known = self.known.shapes.get(self.keys.group) if self.keys.group else None
         return self.known.settings.probe and None not in (known, shapes) and known != shapes
 
     def _shapes_text(self, shapes: Shapes | None) -> str:

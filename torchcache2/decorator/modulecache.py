@@ -468,7 +468,7 @@ class ModuleCache:
             raise BypassError.because("random", "its output was random before")
         checks = Checks()
         if self.settings.probe:
-            kind = self._probes.kind(keys.group, self.fingerprint, call, self.method)
+            kind = self._probes.kind(keys.group or keys.namespace, self.fingerprint, call, self.method)
             may_run = functools.partial(may_check, known, root, call, seen)
             checks = CallChecks(self._probes, kind, keys, may_run)
         return Computation(known, call, keys, forward, root, seen, checks, self.description, self.refresh)
