@@ -2,36 +2,42 @@
 
 A latent diffusion model is trained on what frozen encoders make of images and captions: the autoencoder's
 latents, and the hidden states of a CLIP and of a T5 text encoder. All three are larger than what is trained
-here, and give the same in each epoch. Each is a `LazyModule`: it is read from its checkpoint when something
-is missing in the cache, and not before. This script trains a small UNet twice from the same start, with one
-folder of rows. The first run computes each image and caption once. The second finds all of them, reads no
-checkpoint, and has the same losses, bit by bit.
+here, and give the same in each epoch. So ``CachedDataset(map=)`` keeps what they make of each image file and
+its caption, and its loader gives batches of them. Each encoder is a `LazyModule`: it is read from its
+checkpoint when something is missing, and not before. After the first epoch nothing is, and ``seal()`` lets
+the encoders go. This script trains a small UNet twice from the same start, with one folder of rows. The
+second run reads no checkpoint, decodes no image, and has the same losses, bit by bit.
 
-`vae.encode` returns a distribution. Its parameters are cached, and each call of ``sample()`` draws anew.
+The autoencoder gives a distribution. Its parameters are kept, and each step draws anew.
 
 The weights are random and the images drawn, for nothing is downloaded: write your own checkpoints in
-`load_…`, and your own data in `make_data`. With ``--cache-dir`` the folder stays, and the next process
+`load_…`, and your own files in `make_images`. With ``--cache-dir`` the folder stays, and the next process
 finds its rows.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
+import json
 import random
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
+from torch.utils.data import Dataset, Sampler
 from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast, T5Config, T5EncoderModel
 from transformers.utils import logging
 
-from torchcache2 import LazyModule, cache_of, torchcache
+from torchcache2 import CachedDataset, LazyModule
 
 COLOURS = {
     "red": (1.0, 0.1, 0.1),
@@ -81,52 +87,90 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>")
 
 
-def make_data(count: int, side: int) -> list[tuple[Tensor, list[str]]]:
-    """Three aspect buckets: images (count, 3, height, width) of one shape, and their captions."""
+def make_images(folder: Path, count: int, side: int) -> None:
+    """Files of three shapes, and their captions."""
+    folder.mkdir(parents=True)
     draw = random.Random(0)
-    buckets = []
-    for height, width in ((side, side), (side // 2, side + side // 2), (side + side // 2, side // 2)):
-        images, captions = torch.zeros(count, 3, height, width), []
+    captions = {}
+    shapes = (side, side), (side // 2, side + side // 2), (side + side // 2, side // 2)
+    for number in range(count):
+        height, width = shapes[number % 3]
+        image, said = torch.zeros(3, height, width), []
         y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-        for image in images:
-            said = []
-            for place in ("left", "right"):
-                colour, shape = draw.choice(list(COLOURS)), draw.choice(SHAPES)
-                middle = width // 4 if place == "left" else 3 * width // 4
-                size, up = draw.randint(side // 16, side // 8), draw.randint(height // 4, 3 * height // 4)
-                inside = (x - middle).abs() < size
-                if shape == "disc":
-                    inside = (x - middle) ** 2 + (y - up) ** 2 < size**2
-                image[:, inside] = torch.tensor(COLOURS[colour])[:, None]
-                said.append(f"a {colour} {shape} {place}")
-            captions.append(" ".join(said))
-        buckets.append((2 * images - 1, captions))
-    return buckets
+        for place in ("left", "right"):
+            colour, shape = draw.choice(list(COLOURS)), draw.choice(SHAPES)
+            middle = width // 4 if place == "left" else 3 * width // 4
+            size, up = draw.randint(side // 16, side // 8), draw.randint(height // 4, 3 * height // 4)
+            inside = (x - middle).abs() < size
+            if shape == "disc":
+                inside = (x - middle) ** 2 + (y - up) ** 2 < size**2
+            image[:, inside] = torch.tensor(COLOURS[colour])[:, None]
+            said.append(f"a {colour} {shape} {place}")
+        pixels = (255 * image).byte().permute(1, 2, 0).numpy()
+        Image.fromarray(pixels).save(folder / f"{number:04}.png")
+        captions[f"{number:04}.png"] = " ".join(said)
+    (folder / "captions.json").write_text(json.dumps(captions))
 
 
-def batches_of(buckets: list[tuple[Tensor, list[str]]], batch_size: int) -> list[tuple[Tensor, list[str]]]:
-    """One epoch: batches of one shape, in random order."""
-    batches = []
-    for images, captions in buckets:
-        for items in torch.randperm(len(images)).split(batch_size):
-            batches.append((images[items], [captions[i] for i in items]))
-    random.shuffle(batches)
-    return batches
+class Captioned(Dataset[tuple[Tensor, Tensor]]):
+    """Images of several shapes, and the tokens of their captions."""
+
+    def __init__(self, folder: Path) -> None:
+        captions = json.loads((folder / "captions.json").read_text())
+        self.paths = [folder / name for name in captions]
+        # To a fixed length: what is padded to the longest of its batch cannot be kept for each.
+        padded = {"padding": "max_length", "max_length": LENGTH, "return_tensors": "pt"}
+        self.ids = make_tokenizer()([*captions.values()], **padded).input_ids
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        with Image.open(self.paths[index]) as image:
+            pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+        return pixels / 127.5 - 1, self.ids[index]
+
+    def shape(self, index: int) -> tuple[int, int]:
+        """Width and height, from the head of the file."""
+        with Image.open(self.paths[index]) as image:
+            return image.size
+
+
+class Buckets(Sampler[list[int]]):
+    """Batches of images of one shape, in random order."""
+
+    def __init__(self, shapes: list[tuple[int, int]], batch_size: int) -> None:
+        self.buckets = {shape: [i for i, other in enumerate(shapes) if other == shape] for shape in shapes}
+        self.batch_size, self.random = batch_size, random.Random(0)
+
+    def __len__(self) -> int:
+        return sum(-(-len(items) // self.batch_size) for items in self.buckets.values())
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = []
+        for items in self.buckets.values():
+            order = self.random.sample(items, len(items))
+            batches += [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
+        self.random.shuffle(batches)
+        return iter(batches)
 
 
 def train(folder: Path, options: argparse.Namespace) -> list[float]:
     """The losses of all steps of one run."""
     checkpoints = folder / "checkpoints"
-    keep = functools.partial(torchcache, persistent_cache_dir=folder / "rows")
     vae = LazyModule(lambda: load_vae(checkpoints / "vae"), files=[checkpoints / "vae"])
     clip = LazyModule(lambda: load_clip(checkpoints / "clip"), files=[checkpoints / "clip"])
     t5 = LazyModule(lambda: load_t5(checkpoints / "t5"), files=[checkpoints / "t5"])
-    keep(vae, methods=("encode",))
-    keep(clip)
-    keep(t5)
 
-    tokenizer, buckets = make_tokenizer(), make_data(options.images // 3, options.size)
-    random.seed(0)
+    def encode(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        images, ids = batch
+        parameters = vae.encode(images).latent_dist.parameters
+        return parameters, torch.cat([clip(ids).last_hidden_state, t5(ids).last_hidden_state], dim=1)
+
+    captioned = Captioned(folder / "images")
+    shapes = [captioned.shape(i) for i in range(len(captioned))]
+    encoded = CachedDataset(captioned, folder / "rows", map=encode)
+    loader = encoded.loader(batch_sampler=Buckets(shapes, options.batch_size))
     torch.manual_seed(0)
     unet = UNet2DConditionModel(
         in_channels=4, out_channels=4, block_out_channels=(16, 32), layers_per_block=1, norm_num_groups=8,
@@ -139,12 +183,8 @@ def train(folder: Path, options: argparse.Namespace) -> list[float]:
     losses = []
     for epoch in range(1, options.epochs + 1):
         start, before = time.perf_counter(), len(losses)
-        for images, captions in batches_of(buckets, options.batch_size):
-            latents = vae.encode(images).latent_dist.sample() * SCALING
-            # To a fixed length: padded to the longest of its batch, a caption would be another item in each.
-            ids = tokenizer(captions, padding="max_length", max_length=LENGTH, return_tensors="pt").input_ids
-            hidden = torch.cat([clip(ids).last_hidden_state, t5(ids).last_hidden_state], dim=1)
-
+        for parameters, hidden in loader:
+            latents = DiagonalGaussianDistribution(parameters).sample() * SCALING
             noise, times = torch.randn_like(latents), torch.randint(1000, (len(latents),))
             guess = unet(schedule.add_noise(latents, noise, times), times, hidden).sample
             loss = F.mse_loss(guess, noise)
@@ -152,12 +192,15 @@ def train(folder: Path, options: argparse.Namespace) -> list[float]:
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
+        if epoch == 1:
+            encoded.seal()  # all is there: from here on, a missing row is an error
+            for encoder in (vae, clip, t5):
+                encoder.unload()
         mean = sum(losses[before:]) / len(losses[before:])
         print(f"  epoch {epoch}: {time.perf_counter() - start:6.2f} s, mean loss {mean:.4f}", flush=True)
 
-    for name, encoder in (("images", vae), ("captions, CLIP", clip), ("captions, T5", t5)):
-        with cache_of(encoder) as cache:  # its rows are on disk when it is closed
-            print(f"  {name}: {cache.stats().misses} computed, {cache.stats().hits} found")
+    print(f"  images and captions: {encoded.stats().misses} computed, {encoded.stats().hits} found")
+    encoded.close()
     return losses
 
 
@@ -183,6 +226,7 @@ def main() -> None:
         folder = options.cache_dir or Path(temporary)
         if not (folder / "checkpoints").exists():
             make_checkpoints(folder / "checkpoints", options.width)
+            make_images(folder / "images", options.images, options.size)
         losses, seconds = [], []
         for name in ("first run", "second run"):
             print(name)

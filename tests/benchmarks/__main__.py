@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 
 from tests.benchmarks import (
-    ahead,
     buckets,
     codecs,
     compiled,
@@ -42,7 +41,6 @@ SECTIONS = {
     "disk": disk.run,
     "index": index.run,
     "large": large.run,
-    "ahead": ahead.run,
     "ranks": ranks.run,
     "slots": slots.run,
     "datasets": datasets.run,
@@ -61,7 +59,7 @@ def main():
         report.text(f"`{command(name)}`")
         if name in PLOTS:
             section = partial(section, plot=Path(options.plots, PLOTS[name]))
-        if name in ("disk", "index", "large", "ahead", "datasets", "loaders"):
+        if name in ("disk", "index", "large", "datasets", "loaders"):
             section = partial(section, folder=options.dir)
         torch.manual_seed(0)
         section(report)

@@ -312,6 +312,15 @@ def test_samples_that_draw_numbers_are_others_in_each_epoch(workers):
             assert len(set(seen)) == len(seen)
 
 
+def test_what_a_map_makes_of_images_of_several_shapes_is_kept():
+    images = [torch.rand(3, side, 4) for side in (2, 2, 5, 5)]
+    with contextlib.closing(CachedDataset(images, map=lambda batch: batch * 2)) as data:
+        for _ in range(2):
+            batches = list(data.loader(batch_sampler=[[1, 0], [2, 3]]))
+            assert [batch.shape for batch in batches] == [(2, 3, 2, 4), (2, 3, 5, 4)]
+        assert data.stats().misses == 4 and len(data.missing()) == 0
+
+
 PLACE_OPTIONS = [{"memory_size": "10MB"}, {"memory_size": 0, "cache_dir": True}]
 
 
@@ -371,9 +380,8 @@ def test_found_batches_count_in_their_tier(path, function):
             for epoch in range(3):
                 list(loader)
                 stats = data.stats()
-                assert (stats.misses, stats.hits) == (COUNT, epoch * COUNT) and getattr(
-                    stats, name
-                ) == stats.hits
+                hits = epoch * COUNT
+                assert (stats.misses, stats.hits, getattr(stats, name)) == (COUNT, hits, hits)
 
 
 def test_texts_may_be_indices_of_samples():

@@ -297,6 +297,45 @@ def test_the_first_sample_that_cannot_be_stored_is_an_error_that_names_it():
         cached.__getitems__([1, 2, 3])
 
 
+class Boxed:
+    def __init__(self, index):
+        self.index = index
+
+
+class Boxes(torch.utils.data.Dataset):
+    def __init__(self, order):
+        self.order = order
+
+    def __len__(self):
+        return len(self.order)
+
+    def __getitem__(self, i):
+        return Boxed(self.order[i])
+
+    def shuffle(self, seed=0):
+        return Boxes(self.order[::-1])
+
+    def sort(self):
+        return self
+
+    def map(self, function):
+        return list(map(function, self.order))
+
+
+def test_samples_of_a_class_are_refused_with_the_call_that_registers_it():
+    line = r"torchcache2.register_value\(Boxed, vars, lambda parts: Boxed\(\*\*parts\)\)"
+    with pytest.raises(OutputError, match=line):
+        CachedDataset(Boxes([1, 2]), memory_size="1MB")[0]
+
+
+def test_another_dataset_that_a_method_of_the_dataset_returns_is_not_cached_with_a_warning(log):
+    cached = CachedDataset(Boxes([1, 2, 3]), memory_size="1MB")
+    assert cached.sort() is cached.sort() and cached.map(str) == ["1", "2", "3"] and warnings_of(log) == []
+    assert cached.shuffle(seed=1).order == [3, 2, 1]
+    (warning,) = warnings_of(log)
+    assert "shuffle returns a dataset that is not cached" in warning.getMessage()
+
+
 @pytest.mark.parametrize("has_path", [False, True])
 def test_later_ones_are_returned_uncached_with_one_warning(log, path, has_path):
     options = {"cache_dir": path if has_path else None, "memory_size": "1MB"}

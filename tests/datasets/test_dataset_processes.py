@@ -631,7 +631,7 @@ if __name__ == "__main__":
 """
 
 
-def test_what_waits_in_persistent_workers_is_written_when_an_epoch_is_over(tmp_path):
+def test_what_waits_in_persistent_workers_is_written_when_it_is_asked_for(tmp_path):
     process = run(PERSISTENT, tmp_path, tmp_path / "log")
     assert process.out == "[200, 200, 200]\n", (process.out, process.err)
 

@@ -76,6 +76,40 @@ def test_many_keys_are_loaded_once_in_their_order(options):
         assert loader.stats().misses + loader.stats().hits == 14
 
 
+def test_tuples_are_keys(options):
+    keys = [(), (1,), ("1",), (b"1",), (1, 2), ((1, 2),), (1, (2,)), ("a", "b"), ("ab",), "ab", 1]
+    load = Function()
+    with CacheLoader(**options) as loader:
+        for key in keys:
+            same(loader.get(key, load), ("value of", key))
+        assert loader.get_many(keys, load) == [("value of", key) for key in keys]
+        assert loader.get((np.int64(1), torch.tensor(2)), load) == ("value of", (1, 2))
+        same(load.asked, keys)
+
+
+def test_missing_keys_are_loaded_together(options):
+    asked = []
+
+    def load_many(keys):
+        asked.append(keys)
+        table = torch.arange(10.0).expand(len(keys), 10)  # values that share memory
+        return [{"key": key, "row": row} for key, row in zip(keys, table, strict=True)]
+
+    with CacheLoader(**options) as loader:
+        loader.get(3, lambda key: {"key": 3, "row": torch.arange(10.0)})
+        for wanted in ([5, 3, (1, "a"), 5], [3, 5], ["new", 5], [(1, "a"), 6, 7]):
+            values = loader.get_many(wanted, load_many=load_many)
+            assert [value["key"] for value in values] == wanted
+            values[0]["row"] += 1
+            assert all(torch.equal(value["row"], torch.arange(10.0)) for value in values[1:])
+        assert asked == [[5, (1, "a")], ["new"], [6, 7]] and loader.num_keys() == 6
+        with pytest.raises(ValueError, match="argument 2 is shorter"):
+            loader.get_many([8, 9], load_many=lambda keys: [1])
+        for functions in ({}, {"load_fn": str, "load_many": list}):
+            with pytest.raises(TypeError, match="one of load_fn, which takes a key, and load_many"):
+                loader.get_many([1], **functions)
+
+
 def test_ints_of_arrays_and_tensors_are_ints():
     load = Function()
     with CacheLoader("local", "test", memory_size="1MB") as loader:
@@ -87,12 +121,14 @@ def test_ints_of_arrays_and_tensors_are_ints():
 
 
 @pytest.mark.parametrize(
-    "key", [None, 1.0, (1,), [1], torch.tensor([1]), {"a": 1}, object()], ids=lambda key: type(key).__name__
+    "key",
+    [None, 1.0, (1, 0.5), [1], torch.tensor([1]), {"a": 1}, object()],
+    ids=lambda key: type(key).__name__,
 )
 def test_other_keys_are_errors(key):
     load = Function()
     with CacheLoader("local", "test", memory_size="1MB") as loader:
-        with pytest.raises(TypeError, match="CacheLoader is one int, str or bytes; get_many"):
+        with pytest.raises(TypeError, match="CacheLoader is one int, str or bytes, or a tuple"):
             loader.get(key, load)
         with pytest.raises(TypeError):
             loader.get_many([1, key], load)

@@ -86,6 +86,7 @@ def test_memory_may_be_in_front(server):
     read(dataset)
     read(dataset)
     assert (dataset.stats().memory_hits, dataset.stats().remote_hits) == (COUNT, COUNT)
+    assert len(dataset.missing()) == 0
     client = server.client()
     client.flushall()
     client.close()
@@ -209,7 +210,7 @@ def test_get_many_is_one_round_trip(server):
 
 
 def test_values_are_sent_when_there_are_enough(server, monkeypatch):
-    monkeypatch.setattr("torchcache2.tiers.make._SAMPLES_SEALED_AFTER", NEVER)
+    monkeypatch.setattr("torchcache2.tiers.writer.Pace.left", lambda *pending: NEVER)
     with CacheLoader("redis", "test", hosts=server.url, writer_buffer_size=3) as loader:
         loader.get_many([1, 2], str)
         assert loader.get(1, str) == "1" and keys_on(server) == 0

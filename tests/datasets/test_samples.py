@@ -721,7 +721,7 @@ REFUSED = [
     (torch.zeros(2).to_sparse(), "not dense", "dense"),
     (torch.zeros(2, device="meta"), "on meta", "on the CPU"),
     (np.array([object()]), "array of object", "parts"),
-    (np.zeros(2, [("a", "i4")]), "array of", "parts"),
+    (np.zeros(2, [("a", object)]), "array of", "parts"),
     (np.ma.array([1]), "MaskedArray", "return numpy.array({})"),
     (np.void(b"a"), "array of |V1", "parts"),
     (local_point(), "Local", "top level of a module"),

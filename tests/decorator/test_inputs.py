@@ -196,16 +196,82 @@ def test_which_of_a_dicts_tensors_are_one_counts(keys):
         assert torch.equal(last(dict(zip(keys, (a, b, third), strict=True))), third)
 
 
-def test_a_single_text_is_no_batch(log):
+def test_a_single_text_without_a_batch_is_one_item(log):
     def plain(texts, prompt=None):
         return numbers([texts]) if isinstance(texts, str) else numbers([(prompt or "") + t for t in texts])
 
     function = torchcache(item_args="texts")(plain)
-    for _ in range(3):
-        assert torch.equal(function("one text"), plain("one text"))
-    assert stats(function).bypasses == {"argument": 3} and stats(function).misses == 0
-    assert len([record for record in log if record.levelname == "WARNING"]) == 1
-    assert torch.equal(function(["one text", "a"]), plain(["one text", "a"])) and stats(function).misses == 2
+    for text in ("one text", "another", "one text"):
+        assert torch.equal(function(text), plain(text))
+    assert (stats(function).hits, stats(function).misses) == (1, 2) and stats(function).bypasses == {}
+    assert torch.equal(function(["one text", "a"]), plain(["one text", "a"])) and stats(function).misses == 4
+    assert [record for record in log if record.levelname == "WARNING"] == []
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        lambda text: torch.tensor(float(len(text))),
+        lambda text: torch.arange(len(text)),  # of another shape for another text
+        lambda text: {"length": len(text), "parts": list(text), "codes": np.frombuffer(text.encode(), "u1")},
+        lambda text: text.upper(),
+    ],
+)
+def test_functions_of_one_item_return_what_they_return_without_the_cache(output):
+    @torchcache
+    def of_one(text, *, size=(2, 3), scale=1):
+        return output(text)
+
+    for _ in range(2):
+        for text in ("a", "two", "a"):
+            for options in ({}, {"size": (4, 4)}, {"scale": 2}):
+                assert repr(of_one(text, **options)) == repr(output(text))
+                assert repr(of_one(text=text, **options)) == repr(output(text))
+    assert (stats(of_one).hits, stats(of_one).misses, stats(of_one).bypasses) == (30, 6, {})
+
+
+def test_a_function_of_a_file_is_computed_again_once_the_file_has_changed(tmp_path):
+    @torchcache
+    def content(path):
+        with open(path, "rb") as file:
+            return torch.tensor(list(file.read()))
+
+    for name in (tmp_path / "a.txt", str(tmp_path / "b.txt")):
+        for data in (b"one", b"three"):
+            with open(name, "wb") as file:
+                file.write(data)
+            assert bytes(content(name).tolist()) == bytes(content(name).tolist()) == data
+    assert (stats(content).hits, stats(content).misses) == (4, 4)
+
+
+def test_calls_that_are_no_item_by_themselves_are_not_cached_as_one(log):
+    kept = torch.ones(3)
+
+    @torchcache
+    def of_texts(texts, mode="sum"):
+        return numbers(texts)
+
+    @torchcache
+    def of_pair(pair, mode):
+        return pair[0] + pair[1]
+
+    @torchcache
+    def random(text):
+        return torch.rand(3)
+
+    @torchcache
+    def global_of(name):
+        kept.requires_grad_()
+        return kept
+
+    assert torch.equal(of_texts(["a", "b"], "sum"), numbers(["a", "b"]))
+    assert stats(of_texts).bypasses == {"argument": 1}  # else the list would be one item
+    for _ in range(2):
+        assert of_pair((torch.ones(4, 1), torch.ones(4, 1)), "sum").sum() == 8
+        assert not torch.equal(random("a"), random("a"))
+        assert global_of("kept") is kept
+    assert stats(of_pair).misses == 1 and stats(random).bypasses == {"random": 4}
+    assert stats(global_of).misses == 0 and sum(stats(global_of).bypasses.values()) == 2
 
 
 def test_a_single_text_beside_a_batch_belongs_to_all_of_it():

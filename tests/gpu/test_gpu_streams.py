@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.helpers.outputs import assert_same, bypasses, frozen, hits, misses
-from torchcache2 import torchcache
+from torchcache2 import CachedDataset, torchcache
 
 pytestmark = pytest.mark.cuda_only
 PLACES = ["device", "cpu"]
@@ -100,20 +100,20 @@ def test_batches_that_are_still_being_made_on_a_side_stream(place, device):
     assert hits(cached) > 0 and not bypasses(cached)
 
 
-def test_rows_that_are_read_ahead_are_there_when_the_call_begins(device, tmp_path):
-    plain = frozen(Encoder().to(device))
-    options = {"persistent_cache_dir": tmp_path, "max_memory_cache_size": 0}
-    cached = torchcache(copy.deepcopy(plain), **options)
-    pool = torch.randn(320, 512, device="cpu")
-    cached.cache_instance.warmup(pool.split(32), inputs=lambda x: x.to(device))
-    cached.cache_instance.flush()
-    misses_before = misses(cached)
-    for _ in range(2):
-        for x in cached.cache_instance.ahead(pool.split(32), inputs=lambda x: x.to(device)):
-            torch.cuda._sleep(20_000_000)  # this stream is busy, and rows arrive beside it
-            output = cached(x.to(device))
-            assert_same(output, plain(x.to(device)))
-    assert misses(cached) == misses_before and not bypasses(cached)
+def test_batches_of_a_loader_are_on_the_device(device, tmp_path):
+    plain, pool = frozen(Encoder().to(device)), torch.randn(320, 512, device="cpu")
+    data = torch.utils.data.TensorDataset(pool)
+    options = {"map": lambda batch: plain(batch[0].to(device)), "memory_size": 0}
+    with contextlib.closing(CachedDataset(data, tmp_path, **options)) as features:
+        expected = plain(pool.to(device))
+        for _ in range(3):
+            batches = []
+            for batch in features.loader(32, device=device):
+                assert batch.device == device
+                torch.cuda._sleep(20_000_000)  # this stream is busy when the next batch arrives
+                batches.append(batch)
+            assert_same(torch.cat(batches), expected)
+        assert features.stats().misses == 320
 
 
 if torch.cuda.device_count() > 1:

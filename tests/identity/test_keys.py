@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import pathlib
+import threading
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from tests.helpers import warm
 from torchcache2.core.keys import Keys
 from torchcache2.core.memory import is_channels_last
 from torchcache2.files.contents import FileDigests
+from torchcache2.identity import items
 from torchcache2.identity.arguments import Signature
 from torchcache2.identity.items import item_keys
 
@@ -125,6 +127,25 @@ def test_every_other_element_has_the_key_of_its_copy(size, dtype):
         assert (
             keys_of(one, view).data == keys_of(one, view.clone(memory_format=torch.contiguous_format)).data
         ).all()
+
+
+@pytest.mark.parametrize("how", ["started", "late", "refused"])
+def test_large_items_have_the_same_keys_however_many_threads_hash(monkeypatch, how):
+    tensor = torch.arange(64 * 40_000, dtype=torch.int32).view(64, 40_000)
+    expected = [hexes(keys_of(one, tensor[i : i + 1]))[0] for i in range(64)]
+    started = []
+
+    def start(function, arguments):
+        started.append(function)
+        if how == "refused":
+            raise RuntimeError("can't start new thread")
+        if how == "started":
+            threading.Thread(target=function, args=arguments).start()
+
+    monkeypatch.setattr(items._thread, "start_new_thread", start)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    assert hexes(keys_of(one, tensor)) == expected
+    assert len(started) == (1 if how == "refused" else 3)
 
 
 def test_channels_last_is_another_item():

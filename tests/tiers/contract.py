@@ -504,7 +504,7 @@ class LaterContract:
 
     def test_rows_that_others_need_are_written_at_once(self, make, there):
         epochs = [0]
-        tier = make(signals=Signals(seals=lambda: epochs[0]))
+        tier = make(signals=Signals(asked=lambda: epochs[0]))
         put(tier, [1])
         epochs[0] = 1
         wait_until(lambda: there() == [1])

@@ -4,7 +4,6 @@ import functools
 import gc
 import os
 import pathlib
-import random
 
 import hypothesis
 import hypothesis.strategies as st
@@ -263,30 +262,6 @@ def test_bookkeeping_of_a_million_rows_is_at_most_64_bytes_a_row():
     stats = tier.stats()
     assert stats.rows == 1_000_000
     assert (stats.bytes - 16_000_000) / stats.rows <= 64
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("width", [64, 1000])
-def test_rows_of_rare_shapes_take_little_more_than_their_bytes(width):
-    """Shapes of 10 rows each, one row at a time and in any order."""
-    forms = [lambda x: (x,), lambda x: (x, 1), lambda x: (1, x), lambda x: (1, 1, x)]
-    shapes = [form(width // 2 + width * i // 60) for i in range(60) for form in forms]
-    budget = int(1.5 * sum(10 * 4 * int(np.prod(shape)) for shape in shapes))
-    tier = MemoryTier(budget)
-    items = [(number, row) for number in range(len(shapes)) for row in range(10)]
-    random.Random(0).shuffle(items)
-    for number, row in items:
-        keys = keys_of([(number, row)])
-        keys = Keys(keys.namespace, keys.data, number.to_bytes(4, "little"))
-        assert (
-            tier.put(keys, Rows.from_pytree(torch.full((1, *shapes[number]), row * 1.0), 1, device=CPU)) == 1
-        )
-    assert tier.stats().rows == len(items) and tier.stats().bytes <= budget
-    for number, row in items[::10]:
-        keys = keys_of([(number, row)])
-        keys = Keys(keys.namespace, keys.data, number.to_bytes(4, "little"))
-        ((_, rows),) = tier.get(keys).parts
-        assert torch.equal(rows.columns[0], torch.full((1, *shapes[number]), row * 1.0))
 
 
 def test_too_many_groups_are_forgotten_and_their_rows_can_be_put_again(monkeypatch):

@@ -1,15 +1,19 @@
 """The tiers that the suite of all tiers runs against: a new one is a line in `KINDS`."""
 
+import math
 import os
+import random
 
 import numpy as np
 import pytest
 import torch
 
 from tests.helpers.nfs import Nfs
-from tests.helpers.storage import Unsynced, sealed_names
+from tests.helpers.storage import CPU, NAMESPACES, Unsynced, keys_of, sealed_names
 from tests.tiers.contract import LaterContract, TierContract, fewer
 from torchcache2 import CacheSettings
+from torchcache2.core.keys import Keys
+from torchcache2.core.rows import Rows
 from torchcache2.engine.stack import TierStack
 from torchcache2.tiers.base import TierStats
 from torchcache2.tiers.disk.tier import DiskTier
@@ -98,3 +102,29 @@ class TestLater(LaterContract):
     @pytest.fixture
     def there(self, path):
         return lambda: sealed_names(path, range(20))
+
+
+@pytest.mark.parametrize("kind", ["memory", "shared"])
+def test_rows_of_rare_shapes_take_little_more_than_their_bytes(kind, tmp_path):
+    """Shapes of 10 rows each, one row at a time and in any order."""
+    shapes = [(1 + number % 7, 400 + 13 * number) for number in range(60)]
+    size = sum(10 * math.prod(shape) for shape in shapes)
+    budget = int(1.5 * size)
+    is_shared = kind == "shared"
+    tier = SharedTier(b"j" * 16, budget, folder=str(tmp_path)) if is_shared else MemoryTier(budget)
+    items = [(number, row) for number in range(len(shapes)) for row in range(10)]
+    random.Random(0).shuffle(items)
+
+    def keys(number, row):
+        return Keys(NAMESPACES[0], keys_of([(number, row)]).data, number.to_bytes(4, "little"))
+
+    def rows(number, row):
+        output = torch.full((1, *shapes[number]), (number + row) % 251, dtype=torch.uint8)
+        return Rows.from_pytree(output, 1, device=CPU)
+
+    assert sum(tier.put(keys(*item), rows(*item)) for item in items) == len(items)
+    assert tier.stats().bytes <= budget and (tier.stats().bytes - size) / len(items) < 256
+    for item in items[::7]:
+        ((_, found),) = tier.get(keys(*item)).parts
+        assert torch.equal(found.columns[0], rows(*item).columns[0])
+    tier.close()

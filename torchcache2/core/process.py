@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, overload
 
 import torch
+from torch.utils.data import get_worker_info
 
 from torchcache2.core.private import register_before_pools_end
 
@@ -76,6 +77,12 @@ def has_peers() -> bool:
 def ranks_here() -> int:
     """How many ranks this machine has; if unknown, how many there are in all."""
     return max(1, _number("LOCAL_WORLD_SIZE", place().world_size))
+
+
+def workers() -> int:
+    """How many workers its `DataLoader` has, in one of these; else 1."""
+    worker = get_worker_info()
+    return 1 if worker is None else worker.num_workers
 
 
 def ranks_on_each() -> int | None:

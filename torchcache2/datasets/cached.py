@@ -39,6 +39,18 @@ _HINTS = {
     "advice": "Samples that do not fit are loaded in each epoch: raise the budgets of memory or disk",
     "option": "disk_size",
 }
+_DERIVING = (
+    "map",
+    "filter",
+    "select",
+    "shuffle",
+    "sort",
+    "shard",
+    "skip",
+    "take",
+    "with_format",
+    "with_transform",
+)
 _OWN = ("_recipe", "_is_closed", "_view", *OF_PROCESS)  # our own attributes; all others are the dataset's
 
 
@@ -290,7 +302,17 @@ class CachedDataset(Keeper, Dataset[Any]):
         value = getattr(self._recipe.dataset, name)
         if name.startswith("set_") and callable(value):
             return functools.partial(self._change, value)
-        return value
+        return functools.partial(self._derived, value) if name in _DERIVING and callable(value) else value
+
+    def _derived(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the dataset that returns another one."""
+        found, dataset = method(*args, **kwargs), self._recipe.dataset
+        if isinstance(found, type(dataset)) and found is not dataset:
+            logger.warning(
+                "%s: %s returns a dataset that is not cached. Call it first: CachedDataset(dataset.%s(...))",
+                *(self._recipe.title, method.__name__, method.__name__),
+            )
+        return found
 
     def _change(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the dataset, such as ``set_epoch``; if that changes it, stop caching."""

@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 from torch.utils.data import IterableDataset
+from xxhash import xxh3_128_digest
 
 from torchcache2.core.errors import OptionError
 from torchcache2.core.logs import shown
 from torchcache2.core.settings import Policy
 from torchcache2.core.sizes import Size
 from torchcache2.datasets.cached import CachedDataset
-from torchcache2.datasets.identity import Index, as_index
+from torchcache2.datasets.identity import Index, as_index, keys_of
 from torchcache2.datasets.options import CAPACITY, check, check_others
 from torchcache2.datasets.recipe import Keeper, Recipe
 from torchcache2.datasets.source import copied
 from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
 
-_OF_LOADER = "the key of a CacheLoader is one int, str or bytes; get_many takes a list of them"
-_OF_SAMPLE = "the key of a sample of a CachedStream is one int, str or bytes"
+_OF_LOADER = "the key of a CacheLoader is one int, str or bytes, or a tuple of them; get_many takes a list"
+_OF_SAMPLE = "the key of a sample of a CachedStream is one int, str or bytes, or a tuple of them"
 _OF_STREAM = ("name", "cache_dir", "transform", "batch_size")  # options that are arguments of a stream
-_NOT_HERE = ("keys", "partial")  # only for samples with an index
+_NOT_HERE = ("keys", "map", "collate_fn", "views", "seed", "partial")  # only for samples with an index
+Key = Index | tuple["Key", ...]
+
+
+def _index(key: Any, expected: str) -> Index:
+    """A key as an index: a tuple counts as the digest of the keys of its parts."""
+    if not isinstance(key, tuple):
+        return as_index(key, expected)
+    parts = keys_of(bytes(16), [_index(part, expected) for part in key])
+    return xxh3_128_digest(b"t" + parts.data.tobytes())
 
 
 class CacheLoader(Keeper):
@@ -125,12 +136,12 @@ class CacheLoader(Keeper):
         recipe = Recipe.of_loader(key_prefix, version, options)
         self.__setstate__({"_recipe": recipe})
 
-    def get(self, key: Index, load_fn: Callable[[Any], Any]) -> Any:
+    def get(self, key: Key, load_fn: Callable[[Any], Any]) -> Any:
         """The value of a key; if there is none, calls ``load_fn(key)`` and keeps the result.
 
         Parameters
         ----------
-        key : int, str or bytes
+        key : int, str or bytes, or a tuple of these
             ``1`` and ``"1"`` are two keys. NumPy ints and tensors without dimensions count as ints.
         load_fn : callable
             Called with the key. Its errors reach the caller, and nothing is kept then.
@@ -147,30 +158,54 @@ class CacheLoader(Keeper):
                 return value
         return self.get_many([key], load_fn)[0]
 
-    def get_many(self, keys: Sequence[Index], load_fn: Callable[[Any], Any]) -> list[Any]:
+    def get_many(
+        self,
+        keys: Sequence[Key],
+        load_fn: Callable[[Any], Any] | None = None,
+        *,
+        load_many: Callable[[list[Any]], Sequence[Any]] | None = None,
+    ) -> list[Any]:
         """The values of n keys, with one round trip to each server.
 
-        Calls ``load_fn(key)`` once for each distinct key without a value, in order. If a call raises, nothing
-        is kept.
+        Calls ``load_fn(key)`` once for each distinct key without a value, in order; or ``load_many(keys)``
+        for a list of these, which returns as many values. If a call raises, nothing is kept.
         """
-        if not callable(load_fn):
+        if (load_fn is None) is (load_many is None):
+            raise TypeError("expected one of load_fn, which takes a key, and load_many, which takes a list")
+        function = load_fn if load_many is None else load_many
+        if not callable(function):
             raise TypeError(
-                f"load_fn is of type {type(load_fn).__name__}: expected a callable that takes a key"
+                f"load_fn is of type {type(function).__name__}: expected a callable that takes a key"
             )
         if isinstance(keys, (str, bytes)) or not hasattr(keys, "__iter__"):
             raise TypeError(f"keys is of type {type(keys).__name__}: expected a list of keys; get takes one")
-        wanted, store = [as_index(key, _OF_LOADER) for key in keys], self._store
+        store, given = self._store, list(keys)
+        wanted = [_index(key, _OF_LOADER) for key in given]
+        pairs = zip(wanted, given, strict=True)
+        key_of: dict[Index, Any] = {i: key if isinstance(key, tuple) else i for i, key in pairs}
+        distinct, loaded = list(key_of), dict[Index, Any]()
+
+        def load(index: Index) -> Any:
+            if load_many is None:
+                return function(key_of[index])
+            if index not in loaded:
+                is_here = store.levels.has(keys_of(store.levels.namespace, distinct)) if store else None
+                rest = distinct if is_here is None else itertools.compress(distinct, ~is_here)
+                missing = list(dict.fromkeys([index, *[one for one in rest if one not in loaded]]))
+                values = load_many([key_of[one] for one in missing])
+                loaded.update(zip(missing, values, strict=True))
+            return loaded[index]
+
         if store is None or not wanted:
-            return [load_fn(key) for key in wanted]
-        distinct = list(dict.fromkeys(wanted))
-        values = dict(zip(distinct, store.fetch(distinct, load_fn), strict=True))
+            return [load(index) for index in wanted]
+        values = dict(zip(distinct, store.fetch(distinct, load), strict=True))
         if len(distinct) == len(wanted):
             return list(values.values())
         store.tally.add(memory_hits=len(wanted) - len(distinct))
-        found, given = [], set[Index]()
+        found, seen = [], set[Index]()
         for key in wanted:  # a repeated key's values have memory of their own
-            found.append((copied(values[key]) or [load_fn(key)])[0] if key in given else values[key])
-            given.add(key)
+            found.append((copied(values[key]) or [load(key)])[0] if key in seen else values[key])
+            seen.add(key)
         return found
 
     def num_keys(self) -> int:
@@ -222,8 +257,8 @@ class CachedStream(Keeper, IterableDataset[Any]):
         The source, such as a `webdataset.WebDataset` that does not decode, or a streamed dataset of Hugging
         Face. A stream of samples, not of batches.
     key : str or callable
-        ``key(raw)`` identifies the sample: an int, str or bytes. A str is the name of a field. Raw samples
-        with equal keys are one sample, whatever else they contain.
+        ``key(raw)`` identifies the sample: an int, str or bytes, or a tuple of these. A str is the name of a
+        field. Raw samples with equal keys are one sample, whatever else they contain.
     load : callable
         ``load(raw)`` makes the sample. Its code, and what that refers to, are part of the key.
     name : str
@@ -331,7 +366,7 @@ class CachedStream(Keeper, IterableDataset[Any]):
 
     def _found(self, raw: list[Any]) -> list[Any]:
         load, key, store = self._recipe.dataset.load, self._recipe.dataset.key, self._store
-        keys = [as_index(one[key] if isinstance(key, str) else key(one), _OF_SAMPLE) for one in raw]
+        keys = [_index(one[key] if isinstance(key, str) else key(one), _OF_SAMPLE) for one in raw]
         by_key = dict(zip(keys, raw, strict=True))
 
         def decoded(key: Index) -> Any:

@@ -29,7 +29,7 @@ from torchcache2.core.settings import CacheSettings, disabled_by_environment
 from torchcache2.core.values import UnstorableError, mapped
 from torchcache2.datasets.identity import as_array, as_index
 from torchcache2.datasets.source import One, Source
-from torchcache2.datasets.store import SEALING, Levels, Store
+from torchcache2.datasets.store import Levels, Store
 from torchcache2.datasets.tally import Tally
 from torchcache2.decorator.bypass import BypassError
 from torchcache2.decorator.forward import Computation
@@ -46,8 +46,6 @@ from torchcache2.identity.arguments import BoundCall, Signature
 from torchcache2.identity.encoding import digest, qualified_name
 from torchcache2.identity.fingerprint import Fingerprint
 
-_PAUSE = 0.05  # seconds
-_GROUP = b"samples by name"
 _CPU, _ONE = torch.device("cpu"), torch.zeros(1, dtype=torch.int64, device="cpu")
 KeysOf = Callable[[bytes, Positions], Keys]
 
@@ -257,7 +255,7 @@ class Mapped(ModuleCache):
         data = keys.data
         if call.context != self._usual:
             data = data ^ np.frombuffer(digest([call.context]), np.uint8)
-        return Keys(namespace, data, _GROUP)
+        return Keys(namespace, data)
 
     def description(self, namespace: bytes) -> dict[str, Any]:
         """The description of the samples' namespace."""
@@ -294,12 +292,11 @@ class MappedStore(Store):
         if self.is_making:
             return self.mapped.items(self.output(plain), len(plain))  # type: ignore[union-attr]
         keys, is_worker = self.levels.keys(plain), get_worker_info() is not None
-        sought, end = self.find(keys), time.monotonic() + SEALING
-        if is_worker and not sought.found.all() and any(tier.is_lasting for tier in self.levels.tiers):
-            self.tally.need_rows()  # the process that runs map may not have written them yet
-            while not sought.found.all() and time.monotonic() < end:
-                time.sleep(_PAUSE)
-                sought = self.find(keys)
+        sought = self.find(keys)
+        if is_worker and not sought.found.all():
+            self.tally.ask()  # the process that runs map may not have written them yet
+            self.levels.look_again()
+            sought = self.find(keys)
         if not sought.found.all():
             missing = plain[int(np.flatnonzero(~sought.found)[0])]
             why = (
@@ -335,8 +332,6 @@ class MappedStore(Store):
             nanoseconds=int(seconds * 1e9),
             spent=int((time.perf_counter() - start - seconds) * 1e9),
         )
-        if counters.misses > before[0]:
-            tally.count_epochs()
         if mapped.drew:
             mapped.drew = False
             self.moved(indices[0], None)

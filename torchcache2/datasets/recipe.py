@@ -140,7 +140,7 @@ class Recipe:
             map=made_of,
             views=views,
             settings=settings,
-            tally=Tally(length),
+            tally=Tally(),
             sample_keys=sample_keys,
             dataset=dataset,
             checks=not options["allow_random"],
@@ -280,7 +280,11 @@ class Keeper:
         return DatasetStats.of(self._recipe.tally.total(), tiers)
 
     def flush(self) -> None:
-        """Return once all samples loaded by this process are as durable as possible, such as on a server."""
+        """Return once the samples of all processes are as durable as possible, such as on a server.
+
+        Processes that have samples which only they can write are asked for them, and waited for while they
+        live, at most half a minute.
+        """
         if self._store is not None:
             self._store.levels.flush()
 
@@ -294,7 +298,7 @@ class Keeper:
             self._store.levels.clear()
 
     def close(self) -> None:
-        """Write queued samples, and release memory and servers; from now on, every sample is loaded."""
+        """Write samples as `flush` does, and release memory and servers; from now on, every one is loaded."""
         self._is_closed = True
         store, self._store = self._store, None
         if store is not None:

@@ -447,7 +447,7 @@ class ServedRecipe(Recipe):
             identity=Identity(fingerprint or Fingerprint(bytes.fromhex(kept.namespace), {}), [], []),
             document=kept.document | {"class": kept.kind},
             settings=settings,
-            tally=Tally(kept.length),
+            tally=Tally(),
             dataset=_NoDataset(kept, place),
             sample_keys=sample_keys,
             transform=options["transform"],

@@ -27,13 +27,13 @@ from torchcache2.engine.stack import Describer, TierStack, has_any
 from torchcache2.engine.values.outputs import is_like_samples, items_of
 from torchcache2.engine.values.samples import Samples, from_rows, rebuilder
 from torchcache2.tiers.base import Found, Signals, Tier
+from torchcache2.tiers.drain import Drain
 from torchcache2.tiers.make import Description, InUse, Opened, make_levels
 from torchcache2.tiers.meeting import job_name
 from torchcache2.tiers.shared.region import start_time
 from torchcache2.tiers.shared.tier import SharedTier
 
 _ASKED_AT_ONCE = 1 << 20  # keys
-SEALING = 3.0  # seconds after an epoch for other processes to seal their rows
 
 
 class _User:
@@ -80,9 +80,9 @@ class Levels(TierStack):
         self._opened = self._opened or opened
         self.fills_up = settings.persistent_cache_dir is None or not settings.is_persistent
         self._tally = tally
-        self._epochs, self._turned = 0, -math.inf  # finished epochs, and when the last one was noticed
         self.namespace = namespace
         self._user, self.document = _User(namespace, description), description
+        self._users.describe(namespace, description)
         if job is None:
             # Without a launcher, a process shares with its workers only, and with other datasets of its own.
             is_shared = has_peers() or bool(os.environ.get("TORCHCACHE_JOB"))
@@ -100,11 +100,13 @@ class Levels(TierStack):
 
     def clear(self) -> None:
         """Forget every row, in every process."""
-        self._tally.dropped()  # first: rows queued in other processes must not be written afterwards
+        self.tiers[0].drop(self.namespace)  # first, so that no process drains it from now on
+        self._tally.dropped()  # rows queued in other processes must not be written afterwards
         self.drop(self.namespace)
 
     def drop(self, namespace: bytes) -> None:
         """Delete the rows in files, in shared memory, and in this process's queue."""
+        self.tiers[0].drop(namespace)  # first, as in `clear`
         super().drop(namespace)
         self._hold()
 
@@ -130,6 +132,8 @@ class Levels(TierStack):
 
     def has(self, keys: Keys) -> Flags:
         """Whether each key has a row now: in any tier or, with a lasting folder or servers, there."""
+        if self._drain is not None:
+            self._drain.gather(at_end=True)
         self.look_again()
         return has_any(self.tiers if self.fills_up else self._lasting, keys)
 
@@ -147,10 +151,6 @@ class Levels(TierStack):
 
     def found(self, keys: Keys) -> list[Parts]:
         """The parts that `get` merges, by tier."""
-        if self._epochs != (epochs := self._tally.epochs):
-            self._epochs, self._turned = epochs, time.monotonic()
-        if time.monotonic() - self._turned < SEALING:
-            self.look_again()
         drops = self._tally.drops
         found = super().found(keys)
         if self._tally.drops != drops:  # rows read from disk before may be in memory now
@@ -169,31 +169,36 @@ class Levels(TierStack):
         return Found(merged(list(chain.from_iterable(found))))
 
     def count(self) -> int:
-        """How many rows there are, in all processes; first writes those queued in this one."""
+        """How many rows there are, in all processes; first has those written that are queued."""
         self.flush()
         self._look(self._lasting)
         return sum(tier.count(self.namespace) for tier in (self.tiers if self.fills_up else self._lasting))
 
-    def write_kept(self, keys: Keys) -> Flags:
-        """Copy rows from memory to the folder or servers; returns which of the keys memory had.
+    @property
+    def _drain(self) -> Drain | None:
+        """What brings rows of memory to a lasting folder or servers; None without these."""
+        drain: Drain | None = self.tiers[-1].above
+        return drain
 
-        Needed if a worker was killed before writing them, or a server has forgotten them.
-        """
-        kept = np.zeros(len(keys), bool)
-        if not self.fills_up and len(self.tiers) > 1:
-            for positions, rows in self.tiers[0].get(keys).parts:
-                self.keep(keys.take(positions), rows)
-                kept[positions] = True
-        return kept
+    def write_kept(self, keys: Keys) -> Flags:
+        """Copy rows from memory to the folder or servers that have lost them; returns which memory had."""
+        return np.zeros(len(keys), bool) if self._drain is None else self._drain.copy(keys)
 
     def keep(self, keys: Keys, rows: Rows) -> bool:
-        """Put rows into every tier, or each into the first with room; returns whether all fit."""
+        """Put each row into the first tier with room, or into every one if none drains memory.
+
+        Returns whether all fit.
+        """
         kept = self.put(self._user, keys, rows)
-        return kept == len(keys) or not self.fills_up  # the disk tier warns if it is full
+        return kept == len(keys) or (self._drain is None and not self.fills_up)  # the disk tier warns
 
     def put(self, source: Describer, keys: Keys, rows: Rows) -> int:
         """As `keep`; returns how many are kept."""
-        if not self.fills_up:
+        if keys.namespace not in self._users.described:  # such as of a map that has changed
+            self._users.describe(keys.namespace, source.description(keys.namespace))
+        if self._drain is not None:
+            self._drain.watch()
+        elif not self.fills_up:
             return super().put(source, keys, rows)
         count, absent = len(keys), np.arange(len(keys))
         for depth, tier in enumerate(self.tiers):
@@ -207,8 +212,7 @@ class Levels(TierStack):
         return count - len(absent)
 
     def close(self) -> None:
-        """Release the rows in memory, and write the others to disk."""
-        self.forget(self.namespace)
+        """Write the rows to disk, and release those in memory."""
         self.leave(self._user)
 
     def _offer(self, tiers: Sequence[Tier], keys: Keys, rows: Rows) -> None:
@@ -231,7 +235,12 @@ class Levels(TierStack):
             self.job,
             is_worker=self._is_worker,
             signals=Signals(
-                lambda: tally.drops, tally.publishing, lambda: tally.epochs, ToldOnce(tally.is_first)
+                drops=lambda: tally.drops,
+                publishing=tally.publishing,
+                asked=lambda: tally.asked,
+                waits=tally.waits,
+                ask=tally.ask,
+                tell=ToldOnce(tally.is_first),
             ),
             writes=self._writes,
             opened=opened,
@@ -376,8 +385,6 @@ class Store:
         in_source = source.nanoseconds - before
         spent = time.perf_counter_ns() - start - in_source
         self.tally.add(**counts, nanoseconds=in_source, spent=spent)
-        if len(missing):
-            self.tally.count_epochs()
         return samples
 
     def fill(self, indices: Sequence[int]) -> tuple[int, int, int]:

@@ -21,7 +21,7 @@ from xxhash import xxh3_64_intdigest
 
 from torchcache2.core.process import ProcessLock
 from torchcache2.engine.stats import CacheStats
-from torchcache2.tiers.shared.region import Region
+from torchcache2.tiers.shared.region import Region, is_alive, start_time
 
 COUNTS = (
     "memory_hits",
@@ -37,8 +37,10 @@ COUNTS = (
 )
 _PLACES = {name: place for place, name in enumerate(COUNTS)}
 _SPENT = _PLACES["spent"]
-_RANDOM, _DROPS, _EPOCHS, _TOLD = range(4)  # words of the first row; warnings given are from the last one on
+_RANDOM, _DROPS, _ASKED, _TOLD = range(4)  # words of the first row; told are warnings, from there on
+_WAITS = len(COUNTS)  # since when samples have waited in a process, in ns; then its pid and start time
 _PROCESSES = 1024
+_LONGEST = 30.0  # seconds that `ask` waits
 _PATIENCE = 10.0  # seconds that a drop waits for a process that writes samples: it may be suspended
 _WORDS = 16  # of 8 bytes: a row is two cache lines, so no two processes share one
 
@@ -52,8 +54,7 @@ class Tally:
 
     is_new = True
 
-    def __init__(self, length: int | None = None) -> None:
-        self._length = length  # of the dataset
+    def __init__(self) -> None:
         self._begin(_region())
 
     def _begin(self, region: Region | None) -> None:
@@ -66,11 +67,10 @@ class Tally:
         self._pid, self._row = 0, 0
 
     def __getstate__(self) -> Any:
-        return self._length, None if self._region is None else tuple(self._region.place)
+        return () if self._region is None else tuple(self._region.place)
 
-    def __setstate__(self, state: Any) -> None:
-        self._length, place = state
-        region = None if place is None else Region.open(*place)
+    def __setstate__(self, place: Any) -> None:
+        region = Region.open(*place) if place else None
         self._begin(_region() if region is None else region)
         self.is_new = region is None
 
@@ -116,19 +116,26 @@ class Tally:
         return self._numbers[_DROPS]
 
     @property
-    def epochs(self) -> int:
-        """How many epochs were read, at the last `count_epochs`."""
-        return self._numbers[_EPOCHS]
+    def asked(self) -> int:
+        """Changes when a process needs the samples that wait in others: they are then written at once."""
+        return self._numbers[_ASKED]
 
-    def count_epochs(self) -> None:
-        """Update `epochs`: requested samples divided by the length of the dataset."""
-        if self._length:
-            asked = int(self._table[1:, : COUNTS.index("verified")].sum())
-            self._table[0, _EPOCHS] = asked // self._length
+    def waits(self, since: float) -> None:
+        """Set since when samples have waited in this process, in seconds of `time.monotonic`; 0: none do."""
+        with self._lock():
+            self._numbers[self._own_row() * _WORDS + _WAITS] = int(since * 1e9)
 
-    def need_rows(self) -> None:
-        """Have all processes write their queued rows now."""
-        self._table[0, _EPOCHS] = time.time_ns()
+    def ask(self) -> None:
+        """Ask other processes to write the samples that wait in them, and wait until they have."""
+        now = self._table[0, _ASKED] = time.monotonic_ns()
+        with self._lock():
+            own = self._own_row()
+        while time.monotonic_ns() < now + _LONGEST * 1e9:
+            others = np.delete(self._table, [0, own], axis=0)[:, _WAITS:]
+            waiting = others[(others[:, 0] > 0) & (others[:, 0] <= now)]
+            if not any(is_alive(pid, start) for _, pid, start, *_ in waiting.tolist()):
+                break
+            time.sleep(0.01)
 
     def dropped(self) -> None:
         """Make all processes forget their own samples, such as queued ones; waits while any is publishing."""
@@ -169,8 +176,9 @@ class Tally:
         return os.open(f"/proc/self/fd/{region.descriptor}", os.O_RDWR | os.O_CLOEXEC)
 
     def _own_row(self) -> int:
-        if self._pid != os.getpid():
-            self._row, self._pid = self._free_row(), os.getpid()
+        if self._pid != (pid := os.getpid()):
+            self._row, self._pid = self._free_row(), pid
+            self._table[self._row, _WAITS : _WAITS + 3] = 0, pid, start_time(pid)
         return self._row
 
     def _free_row(self) -> int:

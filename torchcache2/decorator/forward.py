@@ -39,7 +39,7 @@ from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.running import Forward
 from torchcache2.engine.values.outputs import Lists, rows_of
 from torchcache2.engine.values.samples import Samples
-from torchcache2.identity.arguments import BoundCall, Signature, argument_leaves
+from torchcache2.identity.arguments import BoundCall, Signature, Single, argument_leaves
 from torchcache2.identity.encoding import digest
 from torchcache2.identity.items import item_keys
 from torchcache2.identity.namespace import NamespaceKeeper, Seen
@@ -116,6 +116,29 @@ def may_check(known: Known, root: Any, call: BoundCall, seen: Seen, is_found: bo
     return not any(talks(one, known.keeper.fingerprint) for one in (root, *loaded))
 
 
+def for_each(plain: Forward, found: list[Any]) -> Forward:
+    """A forward of batches, which calls the plain one for each entry of a `Single`.
+
+    Returns a tensor or a list. What the plain one returns is added to `found`.
+    """
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        count = next(len(value) for value in (*args, *kwargs.values()) if type(value) is Single)
+
+        def call(i: int) -> Any:
+            one = [value[i] if type(value) is Single else value for value in args]
+            named = {name: value[i] if type(value) is Single else value for name, value in kwargs.items()}
+            return plain.function(*one, **named)
+
+        outputs = [call(i) for i in range(count)]
+        found.extend(outputs)
+        forms = {(one.shape, one.dtype, one.layout) if type(one) is Tensor else None for one in outputs}
+        is_stacked = None not in forms and len(forms) == 1 and outputs[0].layout == torch.strided
+        return torch.stack(outputs) if is_stacked else outputs
+
+    return Forward(forward, plain.compiler)
+
+
 class Computation:
     """Runs the forward for some items of a call, and decides whether the output may be stored.
 
@@ -148,7 +171,8 @@ class Computation:
         self.call, self.keys, self.root, self.seen, self.checks = call, keys, root, seen, checks
         self.description, self.distrust = description, distrust
         self.ran: list[Any] = []
-        self._plain = plain
+        self.singles: list[Any] = []  # outputs of a call that is one item
+        self._plain = for_each(plain, self.singles) if call.is_one else plain
         self._walks = known.keeper.walks
 
     @computed_once
@@ -159,7 +183,10 @@ class Computation:
     @computed_once
     def lists(self) -> Lists:
         """Which lists in the output have an entry per item."""
-        return self.known.lists(self.context)
+        lists = self.known.lists(self.context)
+        if self.call.is_one:
+            lists.known[""] = True
+        return lists
 
     @property
     def device(self) -> torch.device:
@@ -359,9 +386,10 @@ class Computation:
     def _has_other_shape(self, shapes: Shapes | None) -> bool:
         """Whether items had outputs of another shape in earlier batches.
 
-        Within a batch, all outputs have one shape. If that differs between batches, items depend on them.
+        Within a batch, all outputs have one shape. If that differs between batches, items depend on them; but
+        items of no group may themselves be of several shapes.
         """
-        known = self.known.shapes.get(self.keys.group)
+        known = self.known.shapes.get(self.keys.group) if self.keys.group else None
         return self.known.settings.probe and None not in (known, shapes) and known != shapes
 
     def _shapes_text(self, shapes: Shapes | None) -> str:

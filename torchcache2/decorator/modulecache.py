@@ -377,16 +377,18 @@ class ModuleCache:
             output = self._cached(computation, start)
             if self._backoff:
                 self._backoff.clear(glance(root, args, kwargs))
-            return output
+            return output[0] if computation.call.is_one else output
         except BypassError as stop:
             self._step_aside(stop, len(computation.keys), lambda: glance(root, args, kwargs))
         except NotStoredError as stop:
             is_final = stop.reason != "random" or computation.context in self._known.random
             aside = BypassError.of(stop, is_final=is_final)
             self._step_aside(aside, len(computation.keys), lambda: glance(root, args, kwargs))
-            return stop.output
+            return computation.singles[0] if computation.singles else stop.output
         except OwnMemoryError:
             pass
+        if computation.singles:
+            return computation.singles[0]
         return computation.ran[0] if computation.ran else runner.run(forward, args, kwargs)
 
     def _cacheable(
@@ -466,7 +468,7 @@ class ModuleCache:
             raise BypassError.because("random", "its output was random before")
         checks = Checks()
         if self.settings.probe:
-            kind = self._probes.kind(keys.group, self.fingerprint, call, self.method)
+            kind = self._probes.kind(keys.group or keys.namespace, self.fingerprint, call, self.method)
             may_run = functools.partial(may_check, known, root, call, seen)
             checks = CallChecks(self._probes, kind, keys, may_run)
         return Computation(known, call, keys, forward, root, seen, checks, self.description, self.refresh)
@@ -517,7 +519,10 @@ class ModuleCache:
         self._probes.start_anew(namespace)
 
     def flush(self) -> None:
-        """Return once all computed rows are as durable as the tiers make them."""
+        """Return once all rows computed by this process are as durable as the tiers make them.
+
+        Workers, which have a cache of their own, write rows a second after the last one, and at their end.
+        """
         for cache in self.methods.values():
             cache.engine.flush()
 

@@ -404,7 +404,7 @@ class Cache:
         return {"class": None, "library": __version__, "torch": str(torch.__version__), "created": now()}
 
     def flush(self) -> None:
-        """Return once all computed rows are as durable as the tiers make them."""
+        """Return once all rows computed by this process are as durable as the tiers make them."""
         self.tiers.flush()
 
     def clear(self) -> None:

@@ -267,5 +267,5 @@ def has_any(tiers: Sequence[Tier], keys: Keys) -> Flags:
 
 
 def _close(tiers: Sequence[Tier]) -> None:
-    for tier in tiers:
+    for tier in reversed(tiers):  # a lasting tier first takes what others have
         tier.close()

@@ -70,7 +70,8 @@ class CacheStats:
         Time spent by `probe` on computing found items again, and parts of batches by themselves.
     seconds_saved : float or None
         An estimate: hits times the time of a miss, minus the time that the cache itself took. The time of a
-        miss is the median over the last computed batches, so that first calls and compilation do not count.
+        miss is the median over the last computed batches of that size, or larger: an item of a small batch
+        takes longer. The first computed batch does not count, as it may have compiled.
         Negative if caching costs more than it saves. None if there were hits but no misses to tell their
         cost, as in a second run that finds everything.
     """
@@ -158,15 +159,25 @@ class Counters:
         self.hits = self.misses = self.verified = self.mismatched = self.unchecked = 0
         self.seconds_computed = self.seconds_spent = self.seconds_checking = 0.0
         self.bypasses: dict[str, int] = {}
-        self._paces: deque[float] = deque(maxlen=101)  # seconds per row in the last computed batches
+        # Seconds per row in the first computed batch, and in the last ones by the bit length of their size;
+        # hits by that of their number.
+        self._first: float | None = None
+        self._paces: dict[int, deque[float]] = {}
+        self._found: dict[int, int] = {}
 
     def count(self, *, hits: int, misses: int, computed: int, seconds: float, spent: float) -> None:
         """Add one batch: `computed` rows in `seconds`, and `spent` seconds on caching them."""
         with self._lock():
             self.hits += hits
             self.misses += misses
-            if computed:
-                self._paces.append(seconds / computed)
+            if hits:
+                size = hits.bit_length()
+                self._found[size] = self._found.get(size, 0) + hits
+            if computed and self._first is None:
+                self._first = seconds / computed
+            elif computed:
+                known = self._paces.setdefault(computed.bit_length(), deque(maxlen=101))
+                known.append(seconds / computed)
             self.seconds_computed += seconds
             self.seconds_spent += spent
 
@@ -184,12 +195,18 @@ class Counters:
     def stats(self, **tiers: int) -> CacheStats:
         """The counts so far, and those of the tiers."""
         with self._lock():
-            # `median_low`: of two batches the faster one, as the other may have compiled.
-            pace = median_low(self._paces) if self._paces else 0.0
-            saved = (self.hits - self.verified) * pace - self.seconds_spent
+            paces = {size: median_low(known) for size, known in self._paces.items()} or {
+                0: self._first or 0.0
+            }
+            computed = 0.0
+            for size, hits in self._found.items():
+                larger = [other for other in paces if other >= size]
+                computed += hits * (paces[min(larger)] if larger else min(paces.values()))
+            share = 1.0 - self.verified / self.hits if self.hits else 0.0
+            saved = computed * share - self.seconds_spent
             return CacheStats(
                 **{name: getattr(self, name) for name in ADDED_UP},
                 **tiers,
                 bypasses=dict(self.bypasses),
-                seconds_saved=None if self.hits and not self._paces else saved,
+                seconds_saved=None if self.hits and self._first is None else saved,
             )

@@ -66,6 +66,10 @@ class UncachedArgumentError(Exception):
     """An argument for which the call bypasses the cache; the text says which one, and why."""
 
 
+class Single(list[Any]):
+    """One text, bytes or path, where a call has no batch: the call is one item. A longer one has several."""
+
+
 # Sequences with one entry per item, and mappings other than dicts, such as the output of a tokenizer.
 
 
@@ -135,7 +139,9 @@ def _is_sequence(value: Any) -> bool:
 
 def _is_plain_sequence(value: Any) -> bool:
     """Whether a value is a sequence with nothing but entries, so that some can be taken."""
-    return (type(value) in (list, tuple, *_ARRAYS) and _is_sequence(value)) or _column(value) is not None
+    return (type(value) in (list, tuple, Single, *_ARRAYS) and _is_sequence(value)) or _column(
+        value
+    ) is not None
 
 
 def _digests(value: Any, path: str, encode: Callable[[Any, str], bytes]) -> Digests:
@@ -170,7 +176,7 @@ def _take_entries(value: Any, positions: Tensor) -> Any:
         return column.take(value, positions.tolist())
     # Copy containers: if a forward changes one, it runs again, and must change the caller's only once.
     taken = [mapped(_copied, value[i]) for i in positions.tolist()]
-    return tuple(taken) if isinstance(value, tuple) else taken
+    return taken if type(value) is list else type(value)(taken)
 
 
 def _copied(leaf: Any) -> Any:
@@ -517,6 +523,11 @@ class BoundCall:
     def __post_init__(self) -> None:
         self._versions = self._versions_now()
 
+    @property
+    def is_one(self) -> bool:
+        """Whether the call is one item, without a batch: see `Single`."""
+        return len(self.taken) > 0 and any(type(one) is Single for one in (*self.args, *self.kwargs.values()))
+
     def _versions_now(self) -> list[int]:
         tensors = [*self.shared_tensors, *[tensor for _, tensor in self.leaves]]
         return [version(tensor) for tensor in tensors if has_version(tensor)]
@@ -683,6 +694,9 @@ class Signature:
         is_short = self._required <= len(args) <= len(self._positional) and not kwargs
         if is_short and (call := self._bind_tensors(args)) is not None:
             return call
+        is_plain = all(type(value) in _PLAIN for value in (*args, *kwargs.values()))
+        if is_plain and (call := self._bind_one(args, kwargs)) is not None:
+            return call
         if not is_short:
             named = {self._renamed.get(name, name): value for name, value in kwargs.items()}
             if len(named) < len(kwargs):
@@ -697,6 +711,11 @@ class Signature:
         encoder, parts = self._read(arguments, takes_arrays=not is_told)
         if not is_told and encoder.leaves and encoder.taken:
             encoder, parts = self._read(arguments, takes_arrays=False)
+        may_be_one = not (encoder.leaves or encoder.entries or is_plain) and all(
+            type(value) is tuple for _, value in encoder.sequences
+        )
+        if may_be_one and (call := self._bind_one(args, kwargs)) is not None:
+            return call
         batch_size = encoder.batch_size()
         aligned = [(path, value) for path, value in encoder.sequences if len(value) == batch_size > 0]
         names = self._positional[: len(args)]
@@ -717,6 +736,18 @@ class Signature:
             encoder.shared,
             encoder.objects,
         )
+
+    def _bind_one(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundCall | None:
+        """Like `bind`, for a call without a batch that is one item; None if it has no text, bytes or path."""
+
+        def single(name: str, value: Any) -> Any:
+            is_one = isinstance(value, (str, bytes, os.PathLike)) and name not in self._shared
+            return Single([value]) if is_one else value
+
+        one = tuple(map(single, self._positional, args))
+        named = {name: single(name, value) for name, value in kwargs.items()}
+        is_one = any(type(value) is Single for value in (*one, *named.values()))
+        return self.bind((*one, *args[len(one) :]), named) if is_one else None
 
     def _bind_tensors(self, args: tuple[Any, ...]) -> BoundCall | None:
         """Like `bind`, for the usual call with just batched tensors by position; None for others."""
@@ -788,8 +819,9 @@ class Signature:
             return 1
 
     def _encode(self, encoder: ArgumentEncoder, name: str, value: Any, path: str) -> bytes:
-        # A single text has no entries: all items share it.
-        has_entries = name in self._item_args and not isinstance(value, (Tensor, str, type(None)))
+        # Beside a batch, a single text has no entries: all items share it.
+        is_listed = name in self._item_args and not isinstance(value, (Tensor, str, type(None)))
+        has_entries = is_listed or type(value) is Single
         return encoder.argument(value, path, is_shared=name in self._shared, has_entries=has_entries)
 
     def _encode_default(self, parameter: inspect.Parameter) -> bytes:

@@ -12,6 +12,8 @@ order, the other strides or the device.
 
 from __future__ import annotations
 
+import _thread
+import contextlib
 import math
 from collections.abc import Iterable, Sequence
 from itertools import repeat
@@ -29,6 +31,8 @@ from torchcache2.identity.encoding import digest
 from torchcache2.identity.xxh3 import DIGESTS
 
 _SHORT = 256  # bytes; copying so few is cheaper than an array per row
+_LARGE = 64 << 10  # bytes; xxh3 holds the interpreter's lock while it hashes fewer
+_SHARE, _MOST_THREADS = 2 << 20, 8  # bytes that are worth a thread; more threads wait for memory
 _MOST_GROUPS, _MOST_CONTEXT = 256, 4096  # remembered headers, and bytes of the context of one
 _BLOCK = 250  # elements; strided single elements would touch as many cache lines
 
@@ -109,9 +113,32 @@ def _columns(tensors: Sequence[Tensor]) -> list[Iterable[bytes]]:
     if any(tensor.device.type != "cpu" for tensor in arriving):
         arriving = to_host(arriving)
     return [
-        map(xxh3_128_digest, _rows(tensor)) if digests is None else _listed(tensor.numpy())
+        _digests(_rows(tensor)) if digests is None else _listed(tensor.numpy())
         for tensor, digests in zip(arriving, there, strict=True)
     ]
+
+
+def _digests(rows: Any) -> Iterable[bytes]:
+    """The digest of each row; of many large rows in several threads, as xxh3 then lets go of the interpreter.
+
+    No thread is waited for: each takes the next row, and this one at last those that no other has finished.
+    """
+    threads = 1
+    if len(rows) and len(rows[0]) > _LARGE:
+        threads = min(torch.get_num_threads(), len(rows) * len(rows[0]) // _SHARE, _MOST_THREADS)
+    if threads < 2:
+        return map(xxh3_128_digest, rows)
+    found, left = [b""] * len(rows), iter(range(len(rows)))
+
+    def work() -> None:
+        for row in left:
+            found[row] = xxh3_128_digest(rows[row])
+
+    with contextlib.suppress(RuntimeError):  # the system, or a process that ends, starts no more threads
+        for _ in range(threads - 1):
+            _thread.start_new_thread(work, ())
+    work()
+    return [one or xxh3_128_digest(row) for one, row in zip(found, rows, strict=True)]
 
 
 def _rows(tensor: Tensor) -> Iterable[Any]:

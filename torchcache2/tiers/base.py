@@ -82,16 +82,23 @@ class Signals:
     publishing : callable
         Returns a context in which a process checks `drops` and then writes rows where others find them. The
         one that drops rows waits for it.
-    seals : callable
-        Returns a number that changes when other processes need the unwritten rows: they are then written at
-        once.
+    asked : callable
+        Returns a number that changes when another process asks for the unwritten rows: they are then written
+        at once.
+    waits : callable
+        Called with the time since which rows have waited in this process, in seconds of `time.monotonic`; 0:
+        none wait.
+    ask : callable
+        Asks the other processes for their unwritten rows, and waits until they are written.
     tell : ToldOnce, optional
         Warns of faults; default: each process warns.
     """
 
     drops: Callable[[], int] = int
     publishing: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-    seals: Callable[[], int] = int
+    asked: Callable[[], int] = int
+    waits: Callable[[float], None] = lambda since: None
+    ask: Callable[[], None] = lambda: None
     tell: ToldOnce | None = None
 
 
@@ -149,12 +156,15 @@ class Tier(abc.ABC):
         Whether all ranks of the machine share the rows and the budget.
     directory : CacheDirectory or None
         The folder of its rows; None if they are in no folder.
+    above : Drain or None
+        What puts rows of faster tiers and other processes into this one.
     """
 
     name: ClassVar[str]
     is_lasting: ClassVar[bool] = False
     is_shared: ClassVar[bool] = False
     directory: CacheDirectory | None = None
+    above: Any = None
 
     @property
     def cause(self) -> Exception | None:
@@ -211,6 +221,9 @@ class Tier(abc.ABC):
         Returns how many bytes they took there.
         """
         return 0
+
+    def watch(self) -> None:  # noqa: B027
+        """Take rows from `above` in this process from now on."""
 
     @abc.abstractmethod
     def flush(self) -> None:

@@ -9,11 +9,10 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import get_worker_info
 
 from torchcache2.core.errors import NewerFormatError, OptionError
 from torchcache2.core.logs import ToldOnce, logger
-from torchcache2.core.process import has_peers, ranks_here
+from torchcache2.core.process import has_peers, ranks_here, workers
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import size_text
 from torchcache2.files.directory import CacheDirectory
@@ -23,6 +22,7 @@ from torchcache2.tiers.base import Signals, Tier
 from torchcache2.tiers.bucket.objects import Objects
 from torchcache2.tiers.bucket.source import BucketSource
 from torchcache2.tiers.disk.tier import DiskTier
+from torchcache2.tiers.drain import Drain
 from torchcache2.tiers.meeting import Scratch, job_name
 from torchcache2.tiers.memory.tier import MemoryTier
 from torchcache2.tiers.redis.client import Clients
@@ -31,8 +31,6 @@ from torchcache2.tiers.shared.region import SharingError
 from torchcache2.tiers.shared.tier import SharedTier
 
 _LEAST_QUEUED, _MOST_QUEUED = 16 << 20, 256 << 20
-_WORKERS_WRITE = 2.0  # seconds; a `DataLoader` kills its workers 5 seconds after their end
-_SAMPLES_SEALED_AFTER = 60.0  # seconds; samples load slowly, and segments should be few
 
 InUse = Callable[[], Collection[bytes]]
 Description = Callable[[bytes], Mapping[str, Any]]
@@ -129,19 +127,20 @@ def make_levels(
     its rows to other processes when it ends, even in a temporary folder; it does not repeat its parent's
     warnings. Without `writes`, folder and bucket stay unchanged. For `opened`, see `make_tiers`.
     """
-    budget, tiers = settings.memory_budget(), list[Tier]()
+    budget, tiers, shared = settings.memory_budget(), list[Tier](), None
     warn = logger.debug if is_worker else logger.warning
     if budget:
         try:
             # The caller warns itself if it is full.
-            tiers.append(SharedTier(job, budget, in_use, spills=True, is_copied=True))
+            shared = SharedTier(job, budget, in_use, spills=True, is_copied=True)
+            tiers.append(shared)
         except SharingError as error:
             warn(
                 "processes cannot share memory (%s), so each keeps its own samples: n workers get an nth "
                 "part of %s each, and find only what they loaded themselves",
                 *(str(error), size_text(budget // ranks_here())),
             )
-            memory = MemoryTier(budget // ranks_here(), in_use=in_use, spills=True, among=_workers)
+            memory = MemoryTier(budget // ranks_here(), in_use=in_use, spills=True, among=workers)
             tiers.append(memory)
     queue = max(_LEAST_QUEUED, min(_MOST_QUEUED, budget // 4))
     if settings.is_persistent:
@@ -156,13 +155,14 @@ def make_levels(
                     opened,
                     is_worker=is_worker,
                     writes=writes,
-                    delay=_SAMPLES_SEALED_AFTER,
-                    most_seconds=_most_seconds,
                     signals=signals,
                 )
             )
         except OSError as error:
             warn("there is no temporary folder: what does not fit in memory is not kept (%s)", str(error))
+        else:
+            if writes and settings.persistent_cache_dir is not None:
+                Drain(shared, tiers[-1], signals, is_worker=is_worker)
     return tiers or [MemoryTier(0)]
 
 
@@ -190,15 +190,12 @@ def _lasting(
     claims: bool = False,
     is_worker: bool = False,
     writes: bool = True,
-    delay: float | None = None,
     **options: Any,
 ) -> Tier:
     """Servers, or a folder, perhaps with a bucket below it."""
     options |= {"codec": settings.compression, "quality": settings.compression_quality, "queue": queue}
     if settings.servers is not None:
         return RedisTier(settings.servers, claims=claims, **options)
-    if delay is not None:
-        options["delay"] = delay
     bucket, folder = settings.bucket, settings.persistent_cache_dir
     folder = folder if bucket is None else bucket.local_dir
     tiers = weakref.WeakSet[DiskTier]()  # weak: the bucket must not keep its owner alive
@@ -239,14 +236,3 @@ def _lasting(
         tiers.add(disk)
         stack.pop_all()
     return disk
-
-
-def _workers() -> int:
-    """The number of workers, in a worker; else 1."""
-    worker = get_worker_info()
-    return 1 if worker is None else worker.num_workers
-
-
-def _most_seconds() -> float | None:
-    """How long a worker may take to write its queue: all workers write at the end. None elsewhere."""
-    return None if get_worker_info() is None else _WORKERS_WRITE / (_workers() * ranks_here())

@@ -172,6 +172,8 @@ class Pending:
         Bytes and number of the rows.
     since : float
         When the first row was added, by the writer's clock.
+    last : float
+        When the last one was.
     name : str
         The file's name, once it is about to be written.
     dropped : bool
@@ -190,7 +192,7 @@ class Pending:
         self.batches: list[tuple[Keys, OwnRows]] = []  # the last one may have room for more
         self.nbytes = 0
         self.count = 0
-        self.since = since
+        self.since = self.last = since
         self.name = ""
         self.dropped = False
         self.thread = 0

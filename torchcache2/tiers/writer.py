@@ -17,14 +17,18 @@ from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator
 from typing import Any
 
-from torchcache2.core.process import AtExit, holds
+from torch.utils.data import get_worker_info
+
+from torchcache2.core.process import AtExit, holds, ranks_here, workers
+from torchcache2.tiers.base import Signals
 from torchcache2.tiers.unwritten import Pending
 
-_SHARE = 0.02  # of the time that this namespace's rows have waited so far
+_WORKERS_WRITE = 2.0  # seconds; a `DataLoader` kills its workers 5 seconds after their end
 _LONGEST_DELAY = 600.0  # seconds
 _FIRST = 4e5, 0.1  # assumed until measured: bytes, and seconds to write them
 _EXIT_PRIORITY = 10  # above that of a temporary directory, whose deletion comes later
 _BETWEEN_LOOKS = 0.2  # seconds between checks whether other processes need unwritten rows
+_BETWEEN_PULLS = 1.0  # seconds
 Kind = tuple[bytes, Hashable]
 
 
@@ -36,31 +40,31 @@ class Pace:
     far. The number of segments then grows with the logarithm of time, and a killed process loses a small
     share of its rows. The writer holds its lock when it calls this.
 
-    A segment is large enough from `target` bytes on, and up to `limit` bytes may wait; both shrink if writing
-    that much would take longer than `most_seconds`. A small segment is written after `delay` seconds; later
-    ones wait longer, up to ten minutes.
+    A segment is large enough from `target` bytes on, and up to `limit` bytes may wait; in a worker of a
+    `DataLoader`, both shrink to what it can write before it is killed. A small segment is written after
+    `delay` seconds, n times as many in one of n workers, or once no row has been added to it for a fifth of
+    `delay`. Later ones wait longer, up to ten minutes.
 
     Attributes
     ----------
     target, limit : int
         Bytes.
-    waited : dict of bytes to float
-        Seconds that rows of each namespace have waited, in segments written because of their age.
+    share : float
+        Of the time that rows of a namespace have waited so far; 0: delays do not grow.
+    waited, idled : dict of bytes to float
+        Seconds that rows of each namespace have waited, in segments written because of their age, or because
+        no more were added.
     """
 
-    def __init__(
-        self,
-        *,
-        target: int,
-        limit: int,
-        delay: float,
-        most_seconds: float | None = None,
-    ) -> None:
+    share = 0.02
+
+    def __init__(self, *, target: int, limit: int, delay: float) -> None:
         self.target = self._target = target
         self.limit = self._limit = limit
         self.waited: dict[bytes, float] = {}
-        self._delay = delay
-        self._most_seconds = most_seconds
+        self.idled: dict[bytes, float] = {}
+        self._delay, self._idle = delay * (workers() if self.share else 1), delay / 5
+        self._most_seconds = most_seconds()
         self._written, self._took = _FIRST  # bytes of the last segments, and seconds
         self._adjust()
 
@@ -68,13 +72,19 @@ class Pace:
         """Whether a segment is large enough to be written now."""
         return pending.nbytes >= self.target
 
-    def delay_of(self, namespace: bytes) -> float:
-        """Seconds that rows of a namespace may wait."""
-        return max(self._delay, min(_LONGEST_DELAY, _SHARE * self.waited.get(namespace, 0.0)))
-
-    def was_old(self, namespace: bytes) -> None:
-        """Count a segment that its age made ready."""
-        self.waited[namespace] = self.waited.get(namespace, 0.0) + self.delay_of(namespace)
+    def left(self, pending: Pending, now: float) -> float:
+        """Seconds until a small segment is to be written; counts the delay if that is now."""
+        name, least = pending.namespace, math.inf
+        for delays, first, since in (
+            (self.idled, self._idle, pending.last),
+            (self.waited, self._delay, pending.since),
+        ):
+            delay = max(first, min(_LONGEST_DELAY, self.share * delays.get(name, 0.0)))
+            if since + delay <= now:
+                delays[name] = delays.get(name, 0.0) + delay
+                return 0.0
+            least = min(least, since + delay - now)
+        return least
 
     def measured(self, size: int, seconds: float) -> None:
         """Update the measured speed: each segment has twice the weight of the one before."""
@@ -83,17 +93,24 @@ class Pace:
         self._adjust()
 
     def _adjust(self) -> None:
-        """Limit what waits to what can be written within `most_seconds`."""
+        """Limit what waits to what can be written in time."""
         if self._most_seconds is not None:
             self.limit = min(self._limit, int(self._most_seconds * self._written / max(self._took, 1e-9)))
             self.target = max(1, min(self._target, self.limit // 4))
 
 
+def most_seconds() -> float | None:
+    """How long a worker may take to write its queue: all workers write at the end. None elsewhere."""
+    return None if get_worker_info() is None else _WORKERS_WRITE / (workers() * ranks_here())
+
+
 class Writer:
     """The queue and thread of one tier in one process; each method states who holds the tier's lock.
 
-    The `pace` decides when to write a segment; when the number from `seals()` changes, all are written. The
-    writer calls ``write(pending)`` without the lock; it returns whether the rows were written, and raises
+    The `pace` decides when to write a segment; when the number from `signals.asked()` changes, all are
+    written. The thread calls `pull`, which may add rows, every second.
+
+    The writer calls ``write(pending)`` without the lock; it returns whether the rows were written, and raises
     only interrupts. After an interrupt the writer calls ``forget(pending)``, as these rows will never be
     written.
     """
@@ -106,7 +123,8 @@ class Writer:
         pace: Pace,
         *,
         at_exit: Callable[[], None],
-        seals: Callable[[], int] = int,
+        signals: Signals | None = None,
+        pull: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pace = pace
@@ -119,7 +137,8 @@ class Writer:
         self._forget = forget
         self._at_exit = at_exit
         self._clock = clock
-        self._seals, self._sealed = seals, seals()
+        self._signals, self._pull = Signals() if signals is None else signals, pull
+        self._asked, self._pulled = self._signals.asked(), -math.inf
         self._most_bytes = 0  # upper bound of waiting bytes; includes bytes written since it was computed
         self._open: dict[Kind, Pending] = {}
         self._ready: deque[Pending] = deque()
@@ -143,12 +162,14 @@ class Writer:
         pending = self._open.get((namespace, kind))
         if pending is None or pending.dropped:
             pending = self._open[namespace, kind] = Pending(namespace, next(numbers), self._clock())
+            self._tell()
             self._changed.notify_all()  # the thread computes anew when to wake
         return pending
 
     def added(self, pending: Pending, kind: Hashable, size: int) -> None:
         """Count rows of `size` bytes added to a segment; call with the lock."""
         self._most_bytes += size
+        pending.last = self._clock()
         if self.pace.is_enough(pending):
             self._ready.append(self._open.pop((pending.namespace, kind)))
             self._changed.notify_all()
@@ -162,7 +183,7 @@ class Writer:
         with self._lock:
             if pending.dropped or self._ending or self.nbytes > self.pace.limit // 2:
                 return False
-            pending.since = self._clock() + after
+            pending.since = pending.last = self._clock() + after
             self._open[pending.namespace, pending] = pending
             return True
 
@@ -181,13 +202,14 @@ class Writer:
         with self._lock:
             if self._most_bytes <= self.pace.limit:
                 return
-            while self._is_full() and not self._ending and self._is_alive():
+            is_here = self._thread is threading.current_thread()  # as it has pulled
+            while not is_here and self._is_full() and not self._ending and self._is_alive():
                 if not self._ready and not self._writing:
                     self.hurry()
                 self._wait()
             if self._ending or not self._is_full():
                 return
-        self.flush()  # the writer thread is gone
+        self.flush()  # the writer thread is gone, or here
 
     def flush(self) -> None:
         """Block until all queued rows are written; call without the lock. The calling thread writes, too."""
@@ -238,6 +260,10 @@ class Writer:
     def _is_alive(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
+    def watch(self) -> None:
+        """Call `pull` every second, and `at_exit`, even if no rows are added here; call with the lock."""
+        self._start()
+
     def _start(self) -> None:
         """Start the thread if there is none; call with the lock."""
         if self._thread is not None or self._ending:
@@ -252,10 +278,12 @@ class Writer:
 
     def _work(self) -> None:
         while self._wait_for_work():
-            self._write_next()
+            if not self._write_next() and self._pull is not None:
+                self._pull()
+                self._pulled = self._clock()
 
     def _wait_for_work(self) -> bool:
-        """Wait until a segment is ready or old enough; False if the thread must end."""
+        """Wait until a segment is ready or old enough, or it is time to pull; False at the end."""
         with self._lock:
             while not self._ready:
                 if self._ending:
@@ -263,18 +291,26 @@ class Writer:
                 left = self.close_old()
                 if self._open:
                     left = min(left, self._close_if_asked())
+                if self._pull is not None and not self._ready:
+                    left = min(left, self._pulled + _BETWEEN_PULLS - self._clock())
+                    if left <= 0.0:
+                        return True
                 if not self._ready:
                     self._changed.wait(None if left == math.inf else left)
             return True
 
     def _close_if_asked(self) -> float:
         """Mark all segments ready if other processes need them; returns seconds until the next check."""
-        if self._seals is int:
+        if self._signals.asked is int:
             return math.inf
-        if (seals := self._seals()) != self._sealed:
-            self._sealed = seals
+        if (asked := self._signals.asked()) != self._asked:
+            self._asked = asked
             self.hurry()
         return _BETWEEN_LOOKS
+
+    def _tell(self) -> None:
+        """Tell other processes since when rows have waited here; call with the lock."""
+        self._signals.waits(min((pending.since for pending in self.all()), default=0.0))
 
     def close_old(self) -> float:
         """Mark segments ready that are old enough; call with the lock.
@@ -283,12 +319,10 @@ class Writer:
         """
         now, least = self._clock(), math.inf
         for kind, pending in list(self._open.items()):
-            delay = self.pace.delay_of(pending.namespace)
-            if pending.since + delay > now:
-                least = min(least, pending.since + delay - now)
-                continue
-            self._ready.append(self._open.pop(kind))
-            self.pace.was_old(pending.namespace)
+            if (left := self.pace.left(pending, now)) > 0.0:
+                least = min(least, left)
+            else:
+                self._ready.append(self._open.pop(kind))
         return least
 
     def _write_next(self) -> bool:
@@ -316,6 +350,7 @@ class Writer:
                 pending.done = True  # first, as an interrupt may skip the rest
             with self._lock:
                 self._writing = [other for other in self._writing if not other.done]
+                self._tell()
                 self._changed.notify_all()
         return True
 

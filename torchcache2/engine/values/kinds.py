@@ -7,6 +7,7 @@ numbers, PIL images and torchvision's tensor classes are nodes around a tensor; 
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import sys
@@ -145,7 +146,7 @@ class NumpyScalar(Node, module="datasets.arrays"):
         array = _typed(context, value)
         if array.ndim:
             raise DamagedError("not a scalar")
-        return array[()]
+        return array.copy()[()] if array.dtype.names else array[()]
 
 
 class Numbers(Node, module="datasets.arrays"):
@@ -353,12 +354,25 @@ def _as_raw(array: Array, *, is_exact: bool = True) -> tuple[str, Raw]:
     dtype = array.dtype
     if is_native(dtype):
         return _NATIVE[dtype.char], Raw(array, is_exact=is_exact)
-    if dtype.kind not in "biufcmMSU" or dtype.itemsize == 0 or dtype.metadata:
+    name = dtype.str
+    if dtype.type is np.void and dtype.names and not dtype.hasobject:
+        name = repr(np.lib.format.dtype_to_descr(dtype))
+    is_fields = name != dtype.str and _fields(name) == dtype
+    if not (is_fields or dtype.kind in "biufcmMSU") or dtype.itemsize == 0 or dtype.metadata:
         raise UnstorableError(f"an array of {dtype}", "return a dict or a list of its parts")
     if dtype.str in _NAMES:  # two integer types share this name: their characters differ
         return dtype.char, Raw(array.view(dtype.str), is_exact=is_exact)
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return dtype.str, Raw(data.reshape(*array.shape, dtype.itemsize))
+    return name, Raw(data.reshape(*array.shape, dtype.itemsize))
+
+
+def _fields(name: str) -> np.dtype[Any] | None:
+    """The dtype of a structured array, from NumPy's description as text; None if it is none."""
+    try:
+        dtype = np.lib.format.descr_to_dtype(ast.literal_eval(name))
+    except Exception:  # any text may be in a file
+        return None
+    return dtype if dtype.names and not dtype.hasobject and dtype.itemsize else None
 
 
 def _typed(name: Any, stored: Tensor, dims: int = 0) -> Array:
@@ -368,9 +382,11 @@ def _typed(name: Any, stored: Tensor, dims: int = 0) -> Array:
         if data.dtype != name:
             raise DamagedError("an array of another dtype")
         return data.view(name)
-    if type(name) is not str or not _DTYPE.fullmatch(name):
+    if type(name) is not str:
         raise DamagedError("not a dtype")
-    dtype = np.dtype(name)
+    dtype = np.dtype(name) if _DTYPE.fullmatch(name) else _fields(name)
+    if dtype is None:
+        raise DamagedError("not a dtype")
     if dtype.str in _NAMES:  # another integer type with the same name
         return _typed(dtype.str, stored).view(dtype)
     if data.dtype != np.uint8 or data.ndim <= dims or data.shape[-1] != dtype.itemsize:
@@ -434,4 +450,8 @@ def _advice(value: Any) -> str:
     for of, advice in _ADVICE:
         if isinstance(value, of):
             return f"return {advice}"
-    return "return tensors, arrays, images, numbers, texts, and tuples, lists and dicts of them"
+    others = ""
+    if hasattr(value, "__dict__") and not callable(value):
+        name = type(value).__name__
+        others = f", or call torchcache2.register_value({name}, vars, lambda parts: {name}(**parts)) before"
+    return f"return tensors, arrays, images, numbers, texts, and tuples, lists and dicts of them{others}"

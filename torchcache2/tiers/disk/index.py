@@ -35,7 +35,7 @@ from torchcache2.tiers.writer import Writer
 AnySegment = Segment | Pending
 OnFault = Callable[[Exception, str], None]
 
-_LOOK_EVERY = 2.0  # seconds between looks for segments of other writers
+_LOOK_EVERY = 0.5  # seconds between looks for segments of other writers
 _SETTLED = 2e9  # nanoseconds after which another change surely changes a folder's time
 _HOLD_EVERY = 0.1  # seconds
 _ADDED_AT_ONCE = 1 << 20  # keys, 16 MB

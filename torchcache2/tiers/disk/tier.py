@@ -63,9 +63,6 @@ class DiskTier(Tier):
     temporary : bool
         Whether the directory is deleted with this process, whose `close` then writes no more rows. Forked
         children write theirs as long as the directory exists.
-    most_seconds : callable, optional
-        Called once in each writing process: only as many rows may wait there as it can write in that many
-        seconds. None, or a result of None: as many as `queue` allows.
     closed : callable, optional
         Called at the end of `close`, such as to delete a temporary directory.
     signals : Signals, optional
@@ -100,7 +97,6 @@ class DiskTier(Tier):
         fs: FileSystem | None = None,
         delay: float = _SEALED_AFTER,
         temporary: bool = False,
-        most_seconds: Callable[[], float | None] | None = None,
         closed: Callable[[], None] | None = None,
         signals: Signals | None = None,
         bucket: BucketSource | None = None,
@@ -117,7 +113,6 @@ class DiskTier(Tier):
         self._queue = queue
         self._target = max(1, min(_SEGMENT_BYTES, budget // 8, queue // 4))
         self._delay = delay
-        self._most_seconds = most_seconds
         self._goes_with = os.getpid() if temporary and bucket is None else None  # the process
         self._on_closed = closed
         self._signals = Signals() if signals is None else signals
@@ -204,10 +199,19 @@ class DiskTier(Tier):
         if self.bucket is not None:
             self.bucket.drop(namespace)
 
+    def watch(self) -> None:
+        """Have the writer of this process pull rows from `above` from now on."""
+        with self._lock():
+            self._index.begin()
+            if self._index.writer is not None:
+                self._index.writer.watch()
+
     def flush(self) -> None:
         """Return once all rows put so far are sealed, or queued again after a fault."""
         if self.is_busy_here():
             return  # this thread would wait for itself; the writer writes soon
+        if self.above is not None:
+            self.above.gather(at_end=self._sealing.is_last)
         with self._lock():
             self._index.begin()
             writer = self._index.writer
@@ -304,12 +308,12 @@ class DiskTier(Tier):
             self._health.write_fault(error, self.path)
 
     def _make_writer(self) -> Writer:
-        seconds = None if self._most_seconds is None else self._most_seconds()
         return Writer(
             self._lock(),
             self._sealing.write,
             self._sealing.forget,
-            Pace(target=self._target, limit=self._queue, delay=self._delay, most_seconds=seconds),
-            seals=self._signals.seals,
+            Pace(target=self._target, limit=self._queue, delay=self._delay),
+            signals=self._signals,
+            pull=None if self.above is None else self.above.pull,
             at_exit=self.close,
         )

@@ -41,15 +41,14 @@ _PIECE = 4 << 20  # bytes of rows sent before waiting for replies
 class _Pace(Pace):
     """Sends rows once there are `buffer` of a namespace, and no later than its delay."""
 
-    def __init__(self, buffer: int, **options: float | None) -> None:
+    share = 0.0  # nothing is left behind by each sending, as a file would be
+
+    def __init__(self, buffer: int, **options: float) -> None:
         self._buffer = buffer
         super().__init__(**options)  # type: ignore[arg-type]
 
     def is_enough(self, pending: Pending) -> bool:
         return pending.count >= self._buffer or super().is_enough(pending)
-
-    def was_old(self, namespace: bytes) -> None:
-        """Delays do not grow: nothing is left behind by each sending, as a file would be."""
 
 
 class RedisTier(Tier):
@@ -67,8 +66,6 @@ class RedisTier(Tier):
         Bytes of rows that may wait to be sent; `put` blocks while there are more.
     delay : float
         Seconds after which rows are sent, however few.
-    most_seconds : callable, optional
-        As for `DiskTier`: only as many rows may wait in a process as it can send in that many seconds.
     signals : Signals, optional
         Signals between the processes of a job.
 
@@ -92,7 +89,6 @@ class RedisTier(Tier):
         claims: bool = True,
         queue: int = _QUEUED,
         delay: float = _SENT_AFTER,
-        most_seconds: Callable[[], float | None] | None = None,
         signals: Signals | None = None,
     ) -> None:
         self.servers = servers
@@ -103,10 +99,10 @@ class RedisTier(Tier):
         self._serialisable = Serialisable(self._clients.tell, message)
         self._slabs = Slabs()
         self._faults = 0
-        self._queue_bytes, self._delay, self._most_seconds = queue, delay, most_seconds
+        self._queue_bytes, self._delay = queue, delay
         self._lock = ProcessLock(threading.RLock)  # reentrant: the garbage collector may call
         self._dropped = self._signals.drops()
-        self._closed = False
+        self._ends = self._closed = False
         self._queue: Writer | None = None
         self._numbers = itertools.count()
         self._where: dict[bytes, dict[bytes, tuple[Pending, int]]] = {}  # unsent rows by namespace and key
@@ -194,10 +190,21 @@ class RedisTier(Tier):
         queue.wait_for(gone)
         self._clients.delete(pattern(namespace))
 
+    def watch(self) -> None:
+        """Have the queue of this process pull rows from `above` from now on."""
+        with self._lock():
+            self._begin().watch()
+
     def flush(self) -> None:
         """Return once all rows put so far are on the servers, or forgotten because of a fault."""
         if self._is_busy_here():
             return  # this thread would wait for itself; the rows are sent soon
+        if self.above is not None:
+            self.above.gather(at_end=self._ends)
+        self._send_all()
+
+    def _send_all(self) -> None:
+        """Return once the rows of this process are sent."""
         with self._lock():
             queue = self._begin()
         queue.flush()
@@ -209,6 +216,7 @@ class RedisTier(Tier):
         if self._is_busy_here():
             self.later(self.close)
             return
+        self._ends = True
         self.flush()
         with self._lock():
             queue, self._closed = self._begin(), True
@@ -219,7 +227,7 @@ class RedisTier(Tier):
 
     def stats(self) -> TierStats:
         """The content of the servers, including that of other programs."""
-        self.flush()  # a closed tier has nothing to flush, and its servers answer nothing
+        self._send_all()  # a closed tier has nothing to send, and its servers answer nothing
         rows = sum(reply for reply in self._clients.each(b"DBSIZE") if isinstance(reply, int))
         size = evictions = 0
         for reply in self._clients.each(b"INFO"):
@@ -234,7 +242,7 @@ class RedisTier(Tier):
 
     def count(self, namespace: bytes) -> int:
         """How many rows of a namespace there are."""
-        self.flush()
+        self._send_all()
         pages = self._clients.scan(pattern(namespace))
         length = len(pattern(namespace)) - 1 + 16  # other programs may use such names
         ends = [name[-16:] for page in pages for name in page if len(name) == length]
@@ -259,10 +267,10 @@ class RedisTier(Tier):
                     target=self._queue_bytes // 8,
                     limit=self._queue_bytes,
                     delay=self._delay,
-                    most_seconds=None if self._most_seconds is None else self._most_seconds(),
                 ),
                 at_exit=self.close,
-                seals=self._signals.seals,
+                signals=self._signals,
+                pull=None if self.above is None else self.above.pull,
             )
         if self._dropped != (drops := self._signals.drops()):
             self._dropped = drops

@@ -139,6 +139,7 @@ _SHAPES = [(_MEMBERS, 2), (_FILES, 7), (_HOLDERS, 3), (Tickets.MOST, Tickets.COL
 _SIZE = PAGE + sum(pages(8 * rows * columns) for rows, columns in _SHAPES)
 _NAME, _LOCK, _LONGEST = 1, 3, 5  # words of the head, beside those of `Board`
 _PID, _START = range(2)
+_PID_BITS = 22  # the most that Linux gives a pid
 _INODE, _DROPPED, _BYTES, _ROWS, _UNCLAIMED, _NAMESPACE = range(6)  # of a file; its namespace is two words
 _FILE, _MEMBER, _DESCRIPTOR = range(3)
 _SMALL, _SUFFICIENT = 30_000, 200_000  # bytes: a budget from the first on has the room of the second
@@ -173,6 +174,7 @@ class Board:
     """
 
     budget, is_full, pressure, changes, progress = _Word(4), _Word(6), _Word(7), _Word(8), _Word(9)
+    _drainer = _Word(10)  # pid and start time of the process that `drains`
 
     def __init__(self, region: Region | None, name: bytes, lock: int, budget: int) -> None:
         is_new = region is None
@@ -274,8 +276,24 @@ class Board:
         mine = (self._holders[:, _FILE] != 0) & (self._holders[:, _MEMBER] == member)
         files = set((self._holders[mine, _FILE] - 1).tolist())
         self._holders[mine, _FILE] = 0
+        if self._drainer == self._name(member):
+            self._drainer = 0
         self._members[member, _PID] = 0
         return files
+
+    def drains(self, member: int) -> bool:
+        """Whether this process copies rows to a lasting tier for all: the first to ask, until it leaves.
+
+        Should two ask at once, both do so until they ask again.
+        """
+        start, pid = divmod(self._drainer, 1 << _PID_BITS)
+        if pid != 0 and is_alive(pid, start):
+            return self._drainer == self._name(member)
+        self._drainer = self._name(member)
+        return True
+
+    def _name(self, member: int) -> int:
+        return int(self._members[member, _START] << _PID_BITS | self._members[member, _PID])
 
     def remove_dead(self) -> None:
         """Remove the processes that have ended without leaving."""
@@ -304,6 +322,10 @@ class Board:
         """Whether no process has dropped a file."""
         files = self._files
         return bool(files.item(file, _INODE) == inode != files.item(file, _DROPPED))
+
+    def is_dropped(self, file: int, inode: int) -> bool:
+        """Whether a process has dropped a file, and it is still open."""
+        return bool(self._files.item(file, _DROPPED) == inode)
 
     def add_file(self, namespace: bytes, region: Region, member: int, size: int) -> int | None:
         """List a new file of `size` bytes; returns its number, or None if there are too many."""

@@ -4,10 +4,12 @@ The region reserves all the address space that could ever be needed, so ranges n
 they grow, under the lock. The first page, the head, holds numbers. A process killed while a range grows
 leaves only bytes that are counted and not used.
 
-Rows of one schema lie in chunks, column by column. A column begins at a multiple of its row bytes, counted
-from the beginning of the region: so the region is one array of rows for each width, and one `gather` takes
-rows from all chunks. The first chunk of a schema has room for just the rows that were put, a later one for a
-quarter of those before, up to 64 MB: a row of a rare shape is a chunk of one.
+Rows of one schema lie in chunks, column by column. In a chunk of `_MANY` rows or more, a column begins at a
+multiple of its row bytes, counted from the beginning of the region: so the region is one array of rows for
+each width, and one `gather` takes rows from all of these chunks. The first chunk of a schema has room for
+just the rows that were put, a later one for a quarter of those before, up to 64 MB: a row of a rare shape is
+a chunk of one. Such small chunks are not aligned, which would cost half a row each; their rows are copied
+after those of the others.
 
 A location is a chunk's number and a row's number in it. Rows are given out under the lock, and never twice.
 The description of a chunk or schema is written before its number becomes visible. A process reserves the
@@ -20,13 +22,14 @@ import bisect
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from torchcache2.core.errors import DamagedError, UnknownClassError, UnserialisableError
-from torchcache2.core.keys import Array, Bytes, Positions
+from torchcache2.core.keys import Array, Bytes, Bytes2D, Positions
 from torchcache2.core.memory import Runtime, SpareMemory, gather, write
 from torchcache2.core.rows import Rows, Schema
 from torchcache2.files.schema import schema_from_json, schema_to_json
@@ -56,6 +59,8 @@ _Numbers = TypeVar("_Numbers", int, Positions)
 _Spans = tuple[Schema, list[tuple[int, int]]]
 _MOST_SPANS = 4096  # chunks
 _POPULATED = 256 << 10  # bytes; smaller chunks are not populated
+_MANY = 16  # rows of a chunk that is aligned to them
+_UNIT = 16  # bytes that the columns of smaller chunks are aligned to, for their numbers
 
 
 class Space:
@@ -251,14 +256,14 @@ class Chunks:
             return np.empty(0, np.int64)
         self._see_chunks()
         rows = max(count, min(int(self._schemas[number, _TOTAL]) // 4, _SLAB // max(1, schema.row_bytes)))
-        if self._extent(schema, rows)[1] > board.free:
+        if self._extent(schema, rows)[2] > board.free:
             smaller = range(1, count + 1)
-            rows = bisect.bisect(smaller, board.free, key=lambda some: self._extent(schema, some)[1])
-        end, size = self._extent(schema, rows)
+            rows = bisect.bisect(smaller, board.free, key=lambda some: self._extent(schema, some)[2])
+        begin, end, size = self._extent(schema, rows)
         is_possible = rows > 0 and end <= self._space.region.size
         if not is_possible or not board.charge(self._space.file, size):
             return np.empty(0, np.int64)
-        self._offsets[chunk], self._kinds[chunk] = self._head[_DATA_END], number << 32 | rows
+        self._offsets[chunk], self._kinds[chunk] = begin, number << 32 | rows
         self._head[_DATA_END] = end
         self._head[_CHUNKS] = chunk + 1
         taken = min(count, rows)
@@ -266,30 +271,31 @@ class Chunks:
         self._schemas[number, _CURRENT] = chunk << 32 | taken
         return np.arange(taken) + (chunk << 32)
 
-    def _extent(self, schema: Schema, rows: int) -> tuple[int, int]:
-        """Where a chunk that begins now would end, and the bytes of pages that it would add."""
+    def _extent(self, schema: Schema, rows: int) -> tuple[int, int, int]:
+        """Where a new chunk would begin and end, and the bytes of pages that it would add."""
         end = int(self._head[_DATA_END])
+        widths = [leaf.row_bytes for leaf in schema.leaves if leaf.row_bytes]
+        begin = int(_aligned(end, rows, widths[0])) if widths else end
         size, paged = 0, pages(end)
-        for width in [leaf.row_bytes for leaf in schema.leaves if leaf.row_bytes]:
-            start = -(-end // width) * width
-            end = start + rows * width
-            size += max(0, pages(end) - max(paged, start // PAGE * PAGE))
+        for width, start in zip(widths, _begins(widths, begin, rows), strict=True):
+            end = int(start) + rows * width
+            size += max(0, pages(end) - max(paged, int(start) // PAGE * PAGE))
             paged = max(paged, pages(end))
-        return end, size
+        return begin, end, size
 
     def write(self, schema: Schema, locations: Positions, rows: Rows) -> bool:
         """Copy rows to consecutive locations from `take`; False if there is no memory."""
         places = self._places(schema, locations[:1])
         for leaf, place, values in zip(schema.leaves, places, rows.columns, strict=True):
-            width, first = leaf.row_bytes, int(place[0])
+            width, start = leaf.row_bytes, int(place[0])
             if width:
                 # Reserve memory only for rows that are written.
-                start, size = first * width, len(rows) * width
+                size = len(rows) * width
                 if not self._space.give_memory(start, size):
                     return False
                 if size >= _POPULATED:
                     self._space.region.populate(start, start + size, writes=True)
-                write(self._space.region.rows(width), first, values)
+                write(self._space.region.rows(1)[start : start + size].view(-1, width), 0, values)
         return True
 
     def gather(
@@ -298,13 +304,32 @@ class Chunks:
         """A copy of rows of one schema, as one batch."""
         columns = []
         for leaf, places in zip(schema.leaves, self._places(schema, locations), strict=True):
-            if leaf.row_bytes:
-                data = self._space.region.rows(leaf.row_bytes)
-                picked = gather(data, torch.from_numpy(places), runtime=runtime, spare=spare).view(-1)
+            width = leaf.row_bytes
+            if width:
+                picked = self._copied(width, places, runtime, spare)
             else:
                 picked = torch.empty(0, dtype=torch.uint8, device="cpu")
-            columns.append(picked.view(leaf.stored).view(len(locations), *leaf.stored_shape))
+            columns.append(picked.view(-1).view(leaf.stored).view(len(locations), *leaf.stored_shape))
         return Rows(schema, columns, len(locations))
+
+    def _copied(
+        self, width: int, places: Positions, runtime: Runtime | None, spare: SpareMemory | None
+    ) -> Tensor:
+        """Rows of `width` bytes that begin at some bytes of the region."""
+        numbers, rest = np.divmod(places, width)
+        odd = rest.nonzero()[0]
+        if len(odd):
+            ends = len(self._space.bytes) - width + 1
+            at_each_byte: Bytes2D = np.ndarray((ends, width), "u1", self._data, 0, (1, 1))
+            copies = at_each_byte[places[odd]]
+            if len(odd) == len(places):
+                return torch.from_numpy(copies)
+            numbers[odd] = numbers[rest.argmin()]  # any row that is here
+        data = self._space.region.rows(width)
+        picked = gather(data, torch.from_numpy(numbers), runtime=runtime, spare=spare)
+        if len(odd):
+            picked.numpy()[odd] = copies
+        return picked
 
     def row(self, location: int) -> tuple[Schema, list[memoryview]] | None:
         """The bytes of a row where they lie, for each leaf; None if its schema is unknown."""
@@ -323,11 +348,11 @@ class Chunks:
             schema = self.schema(self._kinds.item(chunk) >> 32)
             if schema is None:
                 return None
-            firsts = _places(schema, self._offsets.item(chunk), self._kinds.item(chunk) & _ROW)
             sizes = [leaf.row_bytes for leaf in schema.leaves]
+            begins = _begins(sizes, self._offsets.item(chunk), self._kinds.item(chunk) & _ROW)
             if len(self._spans) >= _MOST_SPANS:
                 self._spans.clear()
-            found = schema, [(first * size, size) for first, size in zip(firsts, sizes, strict=True)]
+            found = schema, [(int(begin), size) for begin, size in zip(begins, sizes, strict=True)]
             self._spans[chunk] = found
         return found
 
@@ -355,10 +380,11 @@ class Chunks:
         return self._offsets.take(chunks), self._kinds.take(chunks)
 
     def _places(self, schema: Schema, locations: Positions) -> Iterator[Positions]:
-        """The row numbers of these locations in the region, for each column."""
-        ends, kinds = self._of_chunks(locations)
-        for first in _places(schema, ends, kinds & _ROW):
-            yield first + (locations & _ROW)
+        """The first byte of the rows at these locations, for each column."""
+        begins, kinds = self._of_chunks(locations)
+        rows, widths = locations & _ROW, [leaf.row_bytes for leaf in schema.leaves]
+        for width, begin in zip(widths, _begins(widths, begins, kinds & _ROW), strict=True):
+            yield begin + rows * width
 
     def _see_chunks(self) -> None:
         """See what other processes have made since."""
@@ -370,13 +396,18 @@ class Chunks:
         return self._space.array("schemas", "<i8").reshape(-1, 4)
 
 
-def _places(schema: Schema, ends: _Numbers, capacities: _Numbers) -> Iterator[_Numbers]:
-    """The first row of each chunk, for each column, counted in rows of the region."""
-    first, width = ends, 0
-    for leaf in schema.leaves:
-        if leaf.row_bytes:
-            if width:
-                ends = (first + capacities) * width
-            width = leaf.row_bytes
-            first = -(-ends // width)
-        yield first
+def _begins(widths: list[int], begin: _Numbers, rows: _Numbers) -> Iterator[_Numbers]:
+    """The first byte of each column, for chunks that begin there and have so many rows."""
+    end: _Numbers | None = None
+    for width in widths:
+        if width:
+            begin = begin if end is None else _aligned(end, rows, width)
+            end = begin + rows * width
+        yield begin
+
+
+def _aligned(end: _Numbers, rows: _Numbers, width: int) -> _Numbers:
+    """Where a column that comes after this byte begins."""
+    unit: Any = np.where(rows < _MANY, _UNIT, width)
+    aligned: _Numbers = -(-end // unit) * unit
+    return aligned

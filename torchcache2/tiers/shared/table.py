@@ -82,6 +82,11 @@ class SharedIndex:
         space.region.reserve(space.start("slots") + 8 * _LEAST, 8 * _LEAST)
         space.head[_TABLE] = _LEAST
 
+    def keys(self, ordinals: Ordinals) -> Words:
+        """The keys of some ordinals."""
+        keys: Words = self._table.keys[ordinals]
+        return keys
+
     def refresh(self) -> None:
         """See changes of other processes."""
         seen = int(self._head.item(_TABLE)), self._space.length("sums")
@@ -189,6 +194,7 @@ class SharedTable:
         space = Space(region, board, file, lock)
         self._index, self._chunks = SharedIndex(space), Chunks(space)
         self._checked = np.zeros(0, bool)  # rows that this process has read, or written
+        self._drained: tuple[int, Ordinals] = 0, np.empty(0, np.int64)  # until where; those still empty
 
     @classmethod
     def create(cls, namespace: bytes, board: Board, member: int, lock: Lock) -> SharedTable | None:
@@ -209,6 +215,11 @@ class SharedTable:
     def is_live(self) -> bool:
         """Whether no process has dropped it."""
         return self.board.is_live(self.file, self.region.inode)
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether a process has dropped it; False once all have closed it."""
+        return self.board.is_dropped(self.file, self.region.inode)
 
     def get(
         self, words: Words, runtime: Runtime | None, spare: SpareMemory | None
@@ -266,6 +277,17 @@ class SharedTable:
     def has(self, words: Words) -> Flags:
         """Whether each key has a row. Takes no lock."""
         return self._index.find(words)[1] > 0
+
+    def drain(self, copy: Callable[[Words], None]) -> None:
+        """Call a function with the keys of the rows that have appeared since it last did not fail."""
+        end, waiting = self._drained
+        self._index.refresh()
+        now = min(len(self._index), len(self._index.locations))
+        waiting = np.concatenate([waiting, np.arange(end, now)])
+        there = self._index.locations[waiting] > 0
+        if there.any():
+            copy(self._index.keys(waiting[there]))
+        self._drained = now, waiting[~there]
 
     def put(self, words: Words, rows: Rows) -> tuple[int, bool]:
         """Keep rows, on the host, under distinct keys that may be here already.

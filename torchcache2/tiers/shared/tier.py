@@ -233,6 +233,14 @@ class SharedTier(Tier):
         """Keep a namespace open until `let_go` or `drop`: its rows outlive the process that put them."""
         self.guarded(lambda: self._tables.find(namespace, create=True))
 
+    def drains(self) -> bool:
+        """Whether this process copies rows to a lasting tier for all; see `Board.drains`."""
+        return bool(self.guarded(lambda: self._job.board.drains(self._job.slot)))
+
+    def tables(self) -> dict[bytes, SharedTable]:
+        """The namespaces that this process has open."""
+        return self.guarded(self._tables.open.copy) or {}
+
     def claims(self, keys: Keys) -> TierClaim | None:
         """A claim on keys; None if memory is full, or this thread has a claim in the namespace."""
 
