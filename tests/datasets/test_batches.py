@@ -26,6 +26,7 @@ from torch.utils.data import (
 
 from tests.helpers import warm
 from tests.helpers.datasets import same
+from tests.helpers.redis import RedisServer
 from torchcache2 import CachedDataset
 
 COUNT = 23
@@ -446,3 +447,19 @@ def test_a_forked_process_and_the_end_of_one_in_mid_epoch(tmp_path):
     """
     process = warm.start(warm.dedented(script), str(tmp_path / "cache"), whole=True).done()
     assert process.words == ["done"] and "Error" not in process.err
+
+
+def test_batches_are_read_ahead_from_a_server_that_may_fail(function):
+    wanted = wanted_of(function)
+    with RedisServer() as server:
+        options = {"map": function, "backend": "redis", "hosts": server.url}
+        for misses in (COUNT, 0):
+            with contextlib.closing(CachedDataset(Samples("labelled"), **options)) as data:
+                loader = data.loader(4)
+                same([*loader, *loader], wanted * 2)
+                assert (data.stats().hits, data.stats().misses) == (2 * COUNT - misses, misses)
+                reading = iter(loader)
+                same(next(reading), wanted[0])
+                if not misses:
+                    server.stop()
+                same([*reading, *loader], wanted[1:] + wanted)

@@ -150,10 +150,12 @@ class Recipe:
         )
         if identity.unread and (recipe.serving or settings.persistent_cache_dir is not None):
             where = "in cache_dir" if recipe.serving is None else "on the server"
+            has, advice = "has", "pass name= and version= to identify the dataset"
+            if made_of is not None and made_of.keeper.unread:
+                has, advice = "has a map= with", "keep such objects out of what map= refers to"
             raise OptionError(
-                f"{recipe.title} has {listed(identity.unread)}, which cannot be read, so later runs could "
-                f"not tell whether the samples {where} are theirs: pass name= and version= to identify the "
-                f"dataset"
+                f"{recipe.title} {has} {listed(identity.unread)}, which cannot be read, so later runs could "
+                f"not tell whether the samples {where} are theirs: {advice}"
             )
         return recipe
 
