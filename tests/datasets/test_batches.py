@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import multiprocessing
+import os
 import random
 import tempfile
 import threading
@@ -159,7 +160,7 @@ PLACES = [
 ]
 
 
-@settings(max_examples=40)
+@settings(max_examples=400 if os.environ.get("SOAK") else 25)
 @given(
     kind=st.sampled_from(KINDS),
     order=st.sampled_from([*ORDERS]),
