@@ -254,10 +254,18 @@ def test_a_copy_never_gives_samples_for_what_a_map_makes(monkeypatch):
     copy.close()
     with pytest.raises(NotCachedError):
         copy[1]
-    monkeypatch.setenv("TORCHCACHE_DISABLE", "1")
-    with pytest.raises(NotCachedError):
+    with monkeypatch.context() as patch, pytest.raises(NotCachedError):
+        patch.setenv("TORCHCACHE_DISABLE", "1")
         pickle.loads(pickle.dumps(data))[1]
     data.close()
+
+
+def test_a_closed_dataset_has_released_its_memory():
+    for _ in range(2):
+        with contextlib.closing(CachedDataset(Samples(), map=NET)) as data:
+            assert len(data.missing()) == COUNT
+            list(data.loader(4))
+            assert len(data.missing()) == 0
 
 
 def test_indices_of_a_map_are_ints():

@@ -616,7 +616,7 @@ class CachedDataset(Keeper, Dataset[Any]):
         self._recipe.map = None
         self._recipe.is_sealed = True
         if isinstance(self._store, MappedStore):
-            self._store.mapped = None
+            self._store.end_map()
 
     def explain(self) -> str:
         """Why samples were loaded again: the differences from the dataset of earlier runs.

@@ -309,6 +309,17 @@ class MappedStore(Store):
         self.tally.add(**sought.counts)
         return sought.samples
 
+    def end_map(self) -> None:
+        """Run the map no more."""
+        mapped, self.mapped = self.mapped, None
+        if mapped is not None:  # it uses the tiers, too, until it is collected
+            mapped.engine.close(forgets=False)
+
+    def close(self) -> None:
+        """Write queued rows, and release memory and servers."""
+        self.end_map()
+        super().close()
+
     @property
     def is_making(self) -> bool:
         """Whether this process runs the map."""

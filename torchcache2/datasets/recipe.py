@@ -304,7 +304,7 @@ class Keeper:
         self._is_closed = True
         store, self._store = self._store, None
         if store is not None:
-            store.levels.close()
+            store.close()
 
 
 def settings_of(options: Mapping[str, Any]) -> tuple[CacheSettings, dict[str, Any]]:

@@ -302,6 +302,10 @@ class Store:
         """Whether found samples are loaded again, now and then, or none are kept."""
         return self._verify > 0.0 or self.tally.is_random
 
+    def close(self) -> None:
+        """Write queued rows, and release memory and servers."""
+        self.levels.close()
+
     # What is found
 
     def find(self, keys: Keys) -> Sought:
