@@ -52,7 +52,7 @@ def run(report, folder=None):
     rows = [(name, duration(taken), f"{plain / taken:.1f}×") for name, taken in times.items()]
     title = (
         f"{IMAGES:,} JPEGs of 224 px, a frozen backbone, {WORKERS} workers, batches of {JPEG_BATCH}, "
-        f"shuffled: an epoch, median of {ROUNDS} rounds, of {LATER} later epochs each"
+        f"shuffled: an epoch, median of {ROUNDS} rounds with {LATER} later epochs each"
     )
     report.table(title, ("", "seconds", "as fast"), rows)
     targets.append(at_most("JPEGs, first epoch over the plain one", times[FIRST] / plain, 1.1))
