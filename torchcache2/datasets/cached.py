@@ -335,6 +335,7 @@ class CachedDataset(Keeper, Dataset[Any]):
         levels = store.levels
         absent = mine[~levels.has(int_keys(levels.namespace, mine))].tolist()
         there = len(mine) - len(absent)
+        levels.bring()
         if there:
             logger.info("%s: %d of %d samples are there already", store.name, there, len(mine))
         loader: DataLoader[Any] = DataLoader(

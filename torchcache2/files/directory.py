@@ -70,8 +70,6 @@ RUN_NAME = re.compile(SEGMENT_NAME.pattern.removesuffix(re.escape(SEGMENT)) + re
 HEAD_NAME = re.compile(SEGMENT_NAME.pattern + re.escape(HEAD))
 PACK = ".heads"  # in a bucket: the heads of many segments, up to the one that it is named after
 PACK_NAME = re.compile(SEGMENT_NAME.pattern.removesuffix(re.escape(SEGMENT)) + re.escape(PACK))
-PART, MAP = ".part", ".part.map"  # of a segment with a head: some of its blocks, and which are here
-PART_NAME = re.compile(SEGMENT_NAME.pattern + re.escape(PART) + r"(\.map)?")
 NOTE_NAME = re.compile(NAMESPACE_NAME.pattern + re.escape(NOTE))
 _WHOLE_TEXT = f"({re.escape(FINGERPRINT)}|{re.escape(TAG)}|{NOTE_NAME.pattern})"
 _TEMPORARY_TEXT = re.compile(_WHOLE_TEXT + r"\.[0-9A-Z]{26}")
@@ -81,10 +79,13 @@ _KINDS = {
     "runs": RUN_NAME,
     "heads": HEAD_NAME,
     "packs": PACK_NAME,
-    "parts": PART_NAME,
+    "asked": re.compile(re.escape(ASKED)),
     "others": re.compile(re.escape(FINGERPRINT)),
     "corrupt": re.compile(_DATA_TEXT + re.escape(CORRUPT)),
-    "temporary": re.compile(f"{_DATA_TEXT}{re.escape(TEMPORARY)}|{_TEMPORARY_TEXT.pattern}"),
+    # Earlier versions kept blocks of a bucket's segments in ``.part``.
+    "temporary": re.compile(
+        rf"{_DATA_TEXT}({re.escape(TEMPORARY)}|\.part(\.map)?)|{_TEMPORARY_TEXT.pattern}"
+    ),
 }  # the files of a namespace, by field of `Contents`
 
 
@@ -92,9 +93,9 @@ _KINDS = {
 class Contents:
     """The files of one namespace, which is 32 hexadecimal digits.
 
-    Besides segments: their `runs`; the `heads` of segments in a bucket (in the bucket itself: `packs`), and
-    the fetched `parts` of some; `corrupt` files; `temporary` ones being written; and `others`, which is
-    ``fingerprint.json``.
+    Besides segments: their `runs`; the `heads` of segments in a bucket (in the bucket itself: `packs`);
+    `asked`, a file that says that these are to be brought; `corrupt` files; `temporary` ones being written;
+    and `others`, which is ``fingerprint.json``.
     """
 
     namespace: str
@@ -102,7 +103,7 @@ class Contents:
     runs: list[FileInfo]
     heads: list[FileInfo]
     packs: list[FileInfo]
-    parts: list[FileInfo]
+    asked: list[FileInfo]
     corrupt: list[FileInfo]
     temporary: list[FileInfo]
     others: list[FileInfo]

@@ -36,8 +36,8 @@ from torchcache2.files import run as merging
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.layout import HEAD, read_head, write_head
 from torchcache2.tiers.base import Signals
+from torchcache2.tiers.bucket import ranges as ranges_module
 from torchcache2.tiers.bucket import source as source_module
-from torchcache2.tiers.bucket import sparse
 from torchcache2.tiers.bucket.objects import Objects
 from torchcache2.tiers.disk.tier import DiskTier
 
@@ -160,7 +160,7 @@ def test_neighbours_are_one_range(place):
 
 
 def test_long_ranges_are_several_requests(place, monkeypatch):
-    monkeypatch.setattr(sparse, "_PIECE", 5000)
+    monkeypatch.setattr(ranges_module, "PIECE", 5000)
     (file,) = place.fill(1)
     tier = place.tier()
     assert found(tier, names_of(0), WIDTH) == names_of(0)

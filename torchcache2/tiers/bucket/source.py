@@ -37,10 +37,10 @@ from torchcache2.files.layout import (
     write_head,
 )
 from torchcache2.tiers.base import Signals
+from torchcache2.tiers.bucket.folder import BucketFolder
 from torchcache2.tiers.bucket.mirror import Mirror
 from torchcache2.tiers.bucket.objects import Objects, read_heads
-from torchcache2.tiers.bucket.sparse import BucketFolder
-from torchcache2.tiers.bucket.transfers import LEAST_PACKED, MOST_PACK
+from torchcache2.tiers.bucket.uploads import LEAST_PACKED, MOST_PACK
 
 _RETRY = 2.0  # seconds
 _AT_ONCE = 32  # heads
@@ -291,7 +291,8 @@ class BucketSource:
         self._listings: dict[bytes, Listing] = {}
         self._dropped_at: dict[bytes, int] = {}  # in this process, in milliseconds since 1970
         options: dict[str, Any] = {"uploads": uploads, "temporary": temporary}
-        self._mirror = Mirror(self.objects, self.local, budget, flush_first, **options)
+        self._mirror = Mirror(self.objects, self.local, self.folder, budget, flush_first, **options)
+        self.folder.on_wanted = self._mirror.wake
 
     def look(self, namespace: bytes, has_all: Callable[[], bool]) -> bool:
         """List a namespace's segments in the bucket, if due.
@@ -309,13 +310,16 @@ class BucketSource:
         if listing.is_quiet(self._every) or ((listing.was_had or not doubts) and has_all()):
             return False
         since = max(self._dropped_at.get(namespace, 0), self._drops() // _MILLISECOND)
-        with self.folder.reading():  # its reads come next
-            return listing.look(since, self._every)
+        return listing.look(since, self._every)
 
     def drop(self, namespace: bytes) -> None:
         """Ignore what the bucket has now, without deleting it there."""
         self._dropped_at[namespace] = time.time_ns() // _MILLISECOND
         self.folder.heads.clear()  # those of other namespaces are fetched again
+
+    def bring(self, namespace: bytes) -> None:
+        """Have a namespace's segments brought to the folder, as far as they fit."""
+        self.folder.want(self.local.folder(namespace))
 
     def wake(self) -> None:
         """Upload the segments sealed just now at once."""
