@@ -10,6 +10,7 @@
     <directory>/<namespace, 32 hex>/<ulid>.safetensors        segments
     <directory>/<namespace, 32 hex>/<ulid>.safetensors.tmp    a segment that is being written
     <directory>/<namespace, 32 hex>/<ulid>.safetensors.corrupt
+    <directory>/<namespace, 32 hex>/.asked                    its segments are to be brought from a bucket
     <directory>/<namespace, 32 hex>/<ulid>.run                where rows are: the index of many segments
     <directory>/<namespace, 32 hex>/<ulid>.run.tmp            likewise, and <ulid>.run.corrupt
 

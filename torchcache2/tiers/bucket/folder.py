@@ -74,6 +74,8 @@ class BucketFolder(FileSystem):
     ----------
     heads : dict of str to bytes
         Heads that could not be written to the folder, by path of the segment; see `note`.
+    asked : dict of str to int
+        Bytes that this process has fetched, by folder of a namespace; -1: it is wanted.
     bad : set of str
         Names of segments that are damaged in the bucket, or gone from it.
     on_wanted : callable
@@ -84,6 +86,7 @@ class BucketFolder(FileSystem):
 
     def __init__(self, objects: Objects, directory: CacheDirectory, budget: int) -> None:
         self.heads: dict[str, bytes] = {}
+        self.asked: dict[str, int] = {}
         self.bad = set[str]()
         self.on_wanted: Callable[[], object] = lambda: None
         self._objects, self._directory, self._budget = objects, directory, budget
@@ -91,7 +94,6 @@ class BucketFolder(FileSystem):
         self._sizes: dict[str, tuple[int, int]] = {}  # sizes of heads and segments, by path
         self._noted = 0
         self._away: dict[str, set[str]] = {}  # segments listed without being here, by folder
-        self._asked: dict[str, int] = {}  # bytes that this process has fetched, by folder; -1: it is wanted
         self._touched, self._doubted = set[str](), set[str]()
         self._full_until = 0.0
         self._batch = _Batch()
@@ -256,13 +258,14 @@ class BucketFolder(FileSystem):
     def _fetch(self) -> None:
         """Fetch what this thread is about to read; reads raise the errors."""
         wanted, self._batch.pieces.wanted = self._batch.pieces.wanted, []
-        sizes = {name: self.sizes_of(self._path(name)) for name, _, _ in wanted}
+        names = {name for name, _, _ in wanted}
+        sizes = {name: size for name in names if (size := self._sizes.get(self._path(name)))}
         most = _WHOLE if self._may_keep() else 0
         small = [name for name, (_, size) in sizes.items() if size <= most]
         ranges = merged([one for one in wanted if one[0] not in small], _GAP)
         ranges += [(name, *sizes[name]) for name in small]
         found = self._batch.pieces.fetch(self._objects, ranges)
-        for name in sizes.keys() - self._touched:
+        for name in names - self._touched:
             self._touched.add(name)
             with contextlib.suppress(OSError):
                 self._fs.touch(self._path(name) + HEAD)  # those read last are brought first
@@ -274,16 +277,16 @@ class BucketFolder(FileSystem):
 
     def want(self, folder: str) -> None:
         """Have a namespace's segments brought from now on, as far as they fit."""
-        self._asked[folder] = -1
+        self.asked[folder] = -1
         with contextlib.suppress(OSError):
             self._fs.create(os.path.join(folder, ASKED))
         self.on_wanted()
 
     def _ask(self, folder: str, size: int) -> None:
         """Count bytes that were fetched of a namespace, with the cost of requests."""
-        if (asked := self._asked.get(folder, 0)) < 0:
+        if (asked := self.asked.get(folder, 0)) < 0:
             return
-        self._asked[folder] = asked = asked + size
+        self.asked[folder] = asked = asked + size
         worker = get_worker_info()
         asked *= _SHARE * ranks_here() * (1 if worker is None else worker.num_workers)
         known = [one[1] for path, one in list(self._sizes.items()) if os.path.dirname(path) == folder]
@@ -332,11 +335,9 @@ class BucketFolder(FileSystem):
                         self._fs.unlock(file)
                         del begun[name]
         except OSError as error:
-            self._no_room(error)
+            self._no_room(error, begun)
         finally:
-            for temporary, _ in begun.values():
-                with contextlib.suppress(OSError):
-                    self._fs.remove(temporary)
+            self._remove(begun)
 
     def _begun(self, names: Sequence[str]) -> dict[str, tuple[str, Descriptor]]:
         """Temporary files of full size for segments, as far as there is room: names, and locked files."""
@@ -363,7 +364,7 @@ class BucketFolder(FileSystem):
         except TimeoutError:
             pass  # another process makes room
         except OSError as error:
-            self._no_room(error)
+            self._no_room(error, begun)
         return begun
 
     def _may_keep(self) -> bool:
@@ -379,7 +380,16 @@ class BucketFolder(FileSystem):
             url = self._objects.bucket.url
             self._objects.tell("damaged", "%s in %s is damaged (%s): it stays there", name, url, str(error))
 
-    def _no_room(self, error: OSError) -> None:
+    def _remove(self, begun: dict[str, tuple[str, Descriptor]]) -> None:
+        while begun:
+            _, (temporary, _) = begun.popitem()
+            with contextlib.suppress(OSError):
+                self._fs.remove(temporary)
+
+    def _no_room(self, error: OSError, begun: dict[str, tuple[str, Descriptor]]) -> None:
+        self._remove(begun)
+        if isinstance(error, FileNotFoundError):  # the folder was deleted
+            return
         self._full_until = time.monotonic() + _FULL_FOR
         if not is_read_only(error):
             message = "%s gets no segments from the bucket: %s"

@@ -316,6 +316,7 @@ class BucketSource:
         """Ignore what the bucket has now, without deleting it there."""
         self._dropped_at[namespace] = time.time_ns() // _MILLISECOND
         self.folder.heads.clear()  # those of other namespaces are fetched again
+        self.folder.asked.clear()
 
     def bring(self, namespace: bytes) -> None:
         """Have a namespace's segments brought to the folder, as far as they fit."""
