@@ -519,19 +519,6 @@ def test_a_damaged_head_is_fetched_again(place, log):
     assert "fetched again" in warning.getMessage()
 
 
-def test_a_segment_that_is_here_already_gives_its_head(place):
-    files = place.fill(2)
-    (place.local / FOLDER).mkdir(parents=True)
-    for file in files:
-        shutil.copy(file, place.local / FOLDER)
-    files[1].write_bytes(files[1].read_bytes()[:-50])  # in the bucket it is another one
-    tier = place.tier()
-    found(tier, names_of(0, 7), WIDTH)
-    assert place.heads() == [files[0].name + HEAD]
-    asked = [name for read in tier.bucket.objects.reads for name, start, _ in read if start == 0]
-    assert f"{FOLDER}/{files[0].name}" not in asked
-
-
 def test_processes_that_fetch_at_the_same_time_share_the_work(place, monkeypatch):
     monkeypatch.setattr(source_module, "_AT_ONCE", 4)
     place.fill(24)

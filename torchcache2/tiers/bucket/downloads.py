@@ -70,8 +70,8 @@ class Downloads:
         try:
             self._folder.bring(names)
         finally:
-            root = self._directory.path
-            self._been_here -= {name for name in names if not os.path.exists(os.path.join(root, name))}
+            fs, root = self._directory.fs, self._directory.path
+            self._been_here -= {name for name in names if not fs.exists(os.path.join(root, name))}
 
 
 def _absent(contents: Contents) -> list[str]:

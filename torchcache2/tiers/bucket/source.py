@@ -32,7 +32,6 @@ from torchcache2.files.layout import (
     HEAD,
     head_size,
     parse_head,
-    read_head,
     unpack,
     write_head,
 )
@@ -164,15 +163,13 @@ class Listing:
         return heads
 
     def _alone(self, sizes: dict[str, int]) -> Iterator[dict[str, bytes]]:
-        """The heads of segments, read from the bucket or from local segments."""
-        fs, names = self._directory.fs, list(sizes)
+        """The heads of segments, read from the bucket."""
+        names = list(sizes)
         random.shuffle(names)
         for first in range(0, len(names), _AT_ONCE):
-            some = [
-                name for name in names[first : first + _AT_ONCE] if not fs.exists(self._path(name) + HEAD)
-            ]
-            heads = {name: head for name in some if (head := self._of_file(name, sizes[name]))}
-            yield heads | self._read({name: sizes[name] for name in some if name not in heads})
+            some = names[first : first + _AT_ONCE]
+            some = [name for name in some if not self._directory.fs.exists(self._path(name) + HEAD)]
+            yield self._read({name: sizes[name] for name in some})
 
     def _prepare(self, others: Sequence[FileInfo]) -> bool:
         """Make the local folder and its ``fingerprint.json``; returns whether that worked."""
@@ -191,15 +188,6 @@ class Listing:
         except OSError:
             return False
         return True
-
-    def _of_file(self, name: str, size: int) -> bytes | None:
-        """The head of a local segment of the same size; None if there is none."""
-        try:
-            head, found = read_head(self._directory.fs, self._path(name))
-            parse_head(head, found, self._limit, structured=False)
-        except (OSError, UnreadableError):
-            return None
-        return head if found == size else None
 
     def _read(self, sizes: Mapping[str, int]) -> dict[str, bytes]:
         """The checked heads of segments, by name and size; in one request each, unless they are long."""
