@@ -449,6 +449,19 @@ def test_over_remote_size_uploads_end_with_one_warning(tmp_path, log):
         assert len(there(objects)) == 3
 
 
+def test_remote_size_counts_what_others_upload_meanwhile(tmp_path, log):
+    place = bucket("file", tmp_path, remote_size=3 * SEGMENT)
+    with contextlib.ExitStack() as stack:
+        objects = [stack.enter_context(opened(place)) for _ in range(2)]
+        both = [stack.enter_context(mirrored(one, tmp_path / str(i))) for i, one in enumerate(objects)]
+        for number in range(4):
+            disk, mirror = both[number % 2]
+            seal_some(disk, [number])
+            mirror.flush()
+        assert len([name for name in there(objects[0]) if name != FINGERPRINT]) == 2
+    assert "remote_size" in warnings_of(log)[0].getMessage()
+
+
 def test_a_local_folder_that_is_read_only_is_left_alone(slow, path):
     fill(path, 2)
     with mirrored(slow, path, mirror_fs=ReadOnly()) as (_, mirror):
