@@ -2,6 +2,8 @@
 
 import functools
 import os
+import shutil
+import threading
 
 import pytest
 
@@ -114,6 +116,20 @@ def test_a_wanted_namespace_is_brought_as_far_as_it_fits_those_read_last_first(p
     assert (local / FOLDER / place[1][0].name).exists() and size_of(local) <= budget
     assert found(tier, names_of(*ALL), WIDTH) == names_of(*ALL)
     tier.close()
+
+
+def test_a_batch_waits_for_segments_that_come_as_long_as_the_last_one_took(place, make, local, large):
+    tier = make()
+    assert found(tier, names_of(0, rows=[3]), WIDTH) == names_of(0, rows=[3])
+    tier.bucket.folder._took, before = 30.0, down(tier)
+    coming = local / FOLDER / f"{place[1][1].name}.tmp"
+    shutil.copy(place[1][1], coming)
+    timer = threading.Timer(0.1, coming.rename, [coming.with_suffix("")])
+    timer.start()
+    assert found(tier, names_of(1), WIDTH) == names_of(1) and down(tier) == before
+    timer.join()
+    assert found(tier, names_of(2, rows=[3]), WIDTH) == names_of(2, rows=[3])  # nothing comes
+    assert down(tier) > before
 
 
 def test_the_budget_holds_over_all_readers(place, make, local):

@@ -36,6 +36,7 @@ _WHOLE = 2 * _REQUEST  # a segment of up to so many bytes is fetched as a whole
 _SHARE = 10  # a namespace is wanted once an nth part of it was fetched
 _PART, _CHUNK = 16 << 20, 32 << 20  # bytes of a request for a whole segment, and of those made at once
 _WAITED, _POLLED = 2.0, 0.005  # seconds
+_MOST_WAIT = 10.0  # seconds that a batch waits for segments that are being brought
 _LOOKED, _FULL_FOR = 2.0, 60.0  # seconds without another look for room, and after an error of the disk
 _MOST_HEAD = 1 << 30
 _OF_FILES_HERE = (  # methods of the plain folder that need no change
@@ -95,7 +96,7 @@ class BucketFolder(FileSystem):
         self._noted = 0
         self._away: dict[str, set[str]] = {}  # segments listed without being here, by folder
         self._touched, self._doubted = set[str](), set[str]()
-        self._full_until = 0.0
+        self._full_until, self._took = 0.0, 0.0
         self._batch = _Batch()
         for name in _OF_FILES_HERE:
             setattr(self, name, getattr(fs, name))
@@ -225,6 +226,8 @@ class BucketFolder(FileSystem):
             end = min(file.size, offset + sum(map(len, buffers)))
             self._batch.pieces.wanted.append((name, offset, end))
             self._fetch()
+            if not self.is_away(file) and file.local is not None:  # it has just come
+                return self._fs.read(file.local, buffers, offset)
             piece = self._batch.pieces.at(name, offset)
         if isinstance(piece, FileNotFoundError):
             self.forget(file.path)
@@ -258,13 +261,17 @@ class BucketFolder(FileSystem):
     def _fetch(self) -> None:
         """Fetch what this thread is about to read; reads raise the errors."""
         wanted, self._batch.pieces.wanted = self._batch.pieces.wanted, []
-        names = {name for name, _, _ in wanted}
+        self._give_way({name for name, _, _ in wanted})
+        names = {name for name, _, _ in wanted if not self._fs.exists(self._path(name))}
+        wanted = [one for one in wanted if one[0] in names]
         sizes = {name: size for name in names if (size := self._sizes.get(self._path(name)))}
         most = _WHOLE if self._may_keep() else 0
         small = [name for name, (_, size) in sizes.items() if size <= most]
         ranges = merged([one for one in wanted if one[0] not in small], _GAP)
         ranges += [(name, *sizes[name]) for name in small]
+        begun = time.monotonic()
         found = self._batch.pieces.fetch(self._objects, ranges)
+        self._took = time.monotonic() - begun
         for name in names - self._touched:
             self._touched.add(name)
             with contextlib.suppress(OSError):
@@ -272,6 +279,20 @@ class BucketFolder(FileSystem):
         self._write(small, lambda _: found[len(found) - len(small) :])
         for name, start, end in ranges:
             self._ask(os.path.dirname(self._path(name)), max(_REQUEST, end - start))
+
+    def _give_way(self, names: set[str]) -> None:
+        """While segments are being brought, wait for these as long as the last batch took to be fetched.
+
+        Small requests take the line from large ones, so the epoch would take longer.
+        """
+        end = time.monotonic() + min(self._took, _MOST_WAIT)
+        folders = {os.path.dirname(self._path(name)) for name in names}
+        while time.monotonic() < end and not all(self._fs.exists(self._path(name)) for name in names):
+            with contextlib.suppress(OSError):
+                files = [info.name for folder in folders for info in self._fs.listing(folder)]
+                if not any(file.endswith(TEMPORARY) for file in files):
+                    break
+            time.sleep(4 * _POLLED)
 
     # Keeping whole segments.
 
