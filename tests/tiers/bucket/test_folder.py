@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers import warm
 from tests.helpers.buckets import bucket, opened
-from tests.helpers.remote import mirrored_disk, reader, upload
+from tests.helpers.remote import reader, upload
 from tests.helpers.storage import (
     NAMESPACES,
     NEVER,
@@ -197,16 +197,6 @@ def test_what_a_power_cut_has_spoiled_is_read_from_the_bucket(make, local, spoil
         assert found(tier, names_of(0), WIDTH) == names_of(0)
         assert tier.stats().corrupt == 0
     assert warnings_of(log) == []
-
-
-def test_what_is_kept_makes_room_for_new_rows(make, local):
-    tier = make()
-    assert len(found(tier, names_of(*ALL, rows=[3]), WIDTH)) == 3
-    disk = mirrored_disk(local, size_of(local) + 10_000)
-    seal(disk, names_of(7), WIDTH)
-    assert len(segments(local)) >= 3 and size_of(local) <= disk.budget
-    assert found(tier, names_of(*ALL), WIDTH) == names_of(*ALL)
-    disk.close()
 
 
 def test_a_segment_that_is_dropped_while_it_comes_does_not_stay(place, make, local, large):

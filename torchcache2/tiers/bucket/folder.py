@@ -269,6 +269,8 @@ class BucketFolder(FileSystem):
         small = [name for name, (_, size) in sizes.items() if size <= most]
         ranges = merged([one for one in wanted if one[0] not in small], _GAP)
         ranges += [(name, *sizes[name]) for name in small]
+        if not ranges:
+            return
         begun = time.monotonic()
         found = self._batch.pieces.fetch(self._objects, ranges)
         self._took = time.monotonic() - begun
@@ -277,8 +279,8 @@ class BucketFolder(FileSystem):
             with contextlib.suppress(OSError):
                 self._fs.touch(self._path(name) + HEAD)  # those read last are brought first
         self._write(small, lambda _: found[len(found) - len(small) :])
-        for name, start, end in ranges:
-            self._ask(os.path.dirname(self._path(name)), max(_REQUEST, end - start))
+        folder = os.path.dirname(self._path(ranges[0][0]))  # a batch is of one namespace
+        self._ask(folder, sum(max(_REQUEST, end - start) for _, start, end in ranges))
 
     def _give_way(self, names: set[str]) -> None:
         """While segments are being brought, wait for these as long as the last batch took to be fetched.
@@ -310,13 +312,11 @@ class BucketFolder(FileSystem):
         self.asked[folder] = asked = asked + size
         worker = get_worker_info()
         asked *= _SHARE * ranks_here() * (1 if worker is None else worker.num_workers)
-        known = [one[1] for path, one in list(self._sizes.items()) if os.path.dirname(path) == folder]
-        if asked > sum(known):
-            with contextlib.suppress(OSError):  # the sizes of segments that were not opened, too
-                names = [info.name for info in self._fs.listing(folder) if HEAD_NAME.fullmatch(info.name)]
-                paths = [os.path.join(folder, name.removesuffix(HEAD)) for name in names]
-                if asked > sum(self.sizes_of(path)[1] for path in paths):
-                    self.want(folder)
+        with contextlib.suppress(OSError):
+            names = [info.name for info in self._fs.listing(folder) if HEAD_NAME.fullmatch(info.name)]
+            paths = [os.path.join(folder, name.removesuffix(HEAD)) for name in names]
+            if asked > sum(self.sizes_of(path)[1] for path in paths):
+                self.want(folder)
 
     def bring(self, names: Sequence[str]) -> None:
         """Fetch whole segments into the folder, as far as there is room."""
