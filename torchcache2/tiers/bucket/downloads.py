@@ -18,7 +18,7 @@ from torchcache2.tiers.bucket.folder import BucketFolder
 
 _ABOUT_TO_WRITE = 1.0  # seconds
 _UNUSED = 0.3  # seconds until an unused namespace is asked for again
-_GROUP = 32 << 20  # bytes of segments that a thread brings together
+_GROUP = 128 << 20  # bytes of segments that a thread begins together
 
 
 class Downloads:

@@ -73,6 +73,8 @@ class BucketFolder(FileSystem):
 
     Attributes
     ----------
+    is_ending : bool
+        Whether no more segments are to be brought.
     heads : dict of str to bytes
         Heads that could not be written to the folder, by path of the segment; see `note`.
     asked : dict of str to int
@@ -86,6 +88,7 @@ class BucketFolder(FileSystem):
     is_remote = True
 
     def __init__(self, objects: Objects, directory: CacheDirectory, budget: int) -> None:
+        self.is_ending = False
         self.heads: dict[str, bytes] = {}
         self.asked: dict[str, int] = {}
         self.bad = set[str]()
@@ -330,7 +333,7 @@ class BucketFolder(FileSystem):
             if size >= _CHUNK:
                 yield from zip(some, self._objects.fetch(some), strict=True)
                 some, size = [], 0
-            if self._objects.is_closed:
+            if self.is_ending or self._objects.is_closed:
                 return
         yield from zip(some, self._objects.fetch(some), strict=True)
 

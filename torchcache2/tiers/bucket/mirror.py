@@ -195,6 +195,7 @@ class Mirror:
         self.flush()
         with self._lock():
             is_ours, self._is_closed = self._runs(), True
+        self._folder.is_ending = True
         if is_ours:
             self._wake.set()
             self._exit.cancel()
