@@ -12,7 +12,7 @@ The autoencoder gives a distribution. Its parameters are kept, and each step dra
 
 The weights are random and the images drawn, for nothing is downloaded: write your own checkpoints in
 `load_…`, and your own files in `make_images`. With ``--cache-dir`` the folder stays, and the next process
-finds its rows.
+finds its rows. Edit an image or a caption there, and it is the only one that is computed.
 """
 
 from __future__ import annotations
@@ -118,6 +118,7 @@ class Captioned(Dataset[tuple[Tensor, Tensor]]):
     def __init__(self, folder: Path) -> None:
         captions = json.loads((folder / "captions.json").read_text())
         self.paths = [folder / name for name in captions]
+        self.keys = [*zip(self.paths, captions.values(), strict=True)]
         # To a fixed length: what is padded to the longest of its batch cannot be kept for each.
         padded = {"padding": "max_length", "max_length": LENGTH, "return_tensors": "pt"}
         self.ids = make_tokenizer()([*captions.values()], **padded).input_ids
@@ -169,7 +170,7 @@ def train(folder: Path, options: argparse.Namespace) -> list[float]:
 
     captioned = Captioned(folder / "images")
     shapes = [captioned.shape(i) for i in range(len(captioned))]
-    encoded = CachedDataset(captioned, folder / "rows", map=encode)
+    encoded = CachedDataset(captioned, folder / "rows", map=encode, keys=captioned.keys)
     loader = encoded.loader(batch_sampler=Buckets(shapes, options.batch_size))
     torch.manual_seed(0)
     unet = UNet2DConditionModel(

@@ -13,6 +13,7 @@ from tests.benchmarks import (
     costs,
     datasets,
     disk,
+    features,
     gpu,
     hits,
     index,
@@ -41,6 +42,7 @@ SECTIONS = {
     "disk": disk.run,
     "index": index.run,
     "large": large.run,
+    "features": features.run,
     "ranks": ranks.run,
     "slots": slots.run,
     "datasets": datasets.run,
@@ -59,7 +61,7 @@ def main():
         report.text(f"`{command(name)}`")
         if name in PLOTS:
             section = partial(section, plot=Path(options.plots, PLOTS[name]))
-        if name in ("disk", "index", "large", "datasets", "loaders"):
+        if name in ("disk", "index", "large", "features", "datasets", "loaders"):
             section = partial(section, folder=options.dir)
         torch.manual_seed(0)
         section(report)

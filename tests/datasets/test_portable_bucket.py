@@ -10,7 +10,7 @@ import pytest
 from tests.helpers import buckets, warm
 from tests.helpers.datasets import Batched, same, sample_of
 from tests.helpers.remote import upload
-from tests.helpers.storage import segments, warnings_of
+from tests.helpers.storage import segments, wait_until, warnings_of
 from torchcache2 import CachedDataset, CacheSettings, MissingSampleError, OptionError
 from torchcache2.core.errors import NotCachedError
 from torchcache2.datasets.served import ServedStore
@@ -98,6 +98,18 @@ def test_what_warmup_has_brought_to_a_bucket_is_served(scheme, tmp_path, capsys)
     with contextlib.closing(CachedDataset(None, **options)) as cached:
         cached.flush()
     assert names_in(bucket) == before and len(before) > 2
+
+
+def test_warmup_brings_what_a_bucket_has_to_the_local_folder(tmp_path):
+    bucket = buckets.bucket("file", tmp_path)
+    fill(bucket, tmp_path / "filled")
+    with contextlib.closing(CachedDataset(None, **options_of(bucket, tmp_path / "local"))) as cached:
+        assert cached.missing().tolist() == [] and segments(tmp_path / "local") == []
+        cached.warmup()
+        wait_until(lambda: len(segments(tmp_path / "local")) == 3)
+        before = cached.stats().bytes_down
+        same(cached[1], sample_of(1, "tensor"))
+        assert cached.stats().bytes_down == before
 
 
 def test_a_reader_makes_way_for_a_writer_with_its_folder(tmp_path, log):

@@ -50,11 +50,21 @@ class Below:
 
 
 def reader(
-    bucket, path, *, budget=0, fs=None, writes=False, every=60.0, signals=None, objects=None, **options
+    bucket,
+    path,
+    *,
+    budget=0,
+    fs=None,
+    writes=False,
+    every=60.0,
+    signals=None,
+    objects=None,
+    uploads=None,
+    **options,
 ):
     """A disk tier in a folder with a bucket below it, which uploads nothing."""
-    fs = Unsynced() if fs is None else fs
-    source = BucketSource(bucket, str(path), budget, fs=fs, every=every, signals=signals, objects=objects)
+    given = {"fs": Unsynced() if fs is None else fs, "every": every, "objects": objects, "uploads": uploads}
+    source = BucketSource(bucket, str(path), budget, signals=signals, **given)
     return DiskTier(
         path, budget, "keep", "none", delay=NEVER, signals=signals, bucket=source, writes=writes, **options
     )

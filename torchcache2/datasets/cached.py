@@ -464,7 +464,8 @@ class CachedDataset(Keeper, Dataset[Any]):
         """Load the samples that are not there yet, without returning them.
 
         In a job of several ranks, all of them call this, and each takes every n-th sample. Rank 0 shows its
-        progress and, after the first batches, an estimate of memory, disk and time.
+        progress and, after the first batches, an estimate of memory, disk and time. Samples that a bucket has
+        come to ``local_dir`` in the background, as far as they fit.
 
         Parameters
         ----------
@@ -499,6 +500,7 @@ class CachedDataset(Keeper, Dataset[Any]):
         levels = store.levels
         absent = mine[~levels.has(levels.keys(mine))].tolist()
         there = len(mine) - len(absent)
+        levels.bring()
         if there:
             logger.info("%s: %d of %d samples are there already", store.name, there, len(mine))
         loader: Iterable[Any] = DataLoader(

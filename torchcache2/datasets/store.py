@@ -124,6 +124,11 @@ class Levels(TierStack):
         for tier in self._lasting:
             tier.look_again(self.namespace)
 
+    def bring(self) -> None:
+        """Bring rows of a bucket to its local folder, in the background."""
+        for tier in self._lasting:
+            tier.bring(self.namespace)
+
     def _look(self, tiers: Sequence[Tier]) -> None:
         """Make some tiers look now for what other processes have written or deleted."""
         self.look_again()

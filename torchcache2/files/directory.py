@@ -11,6 +11,7 @@
     <directory>/<namespace, 32 hex>/<ulid>.safetensors        segments
     <directory>/<namespace, 32 hex>/<ulid>.safetensors.tmp    a segment that is being written
     <directory>/<namespace, 32 hex>/<ulid>.safetensors.corrupt
+    <directory>/<namespace, 32 hex>/.asked                    its segments are to be brought from a bucket
     <directory>/<namespace, 32 hex>/<ulid>.run                where rows are: the index of many segments
     <directory>/<namespace, 32 hex>/<ulid>.run.tmp            likewise, and <ulid>.run.corrupt
 
@@ -73,8 +74,6 @@ RUN_NAME = re.compile(SEGMENT_NAME.pattern.removesuffix(re.escape(SEGMENT)) + re
 HEAD_NAME = re.compile(SEGMENT_NAME.pattern + re.escape(HEAD))
 PACK = ".heads"  # in a bucket: the heads of many segments, up to the one that it is named after
 PACK_NAME = re.compile(SEGMENT_NAME.pattern.removesuffix(re.escape(SEGMENT)) + re.escape(PACK))
-PART, MAP = ".part", ".part.map"  # of a segment with a head: some of its blocks, and which are here
-PART_NAME = re.compile(SEGMENT_NAME.pattern + re.escape(PART) + r"(\.map)?")
 NOTE_NAME = re.compile(NAMESPACE_NAME.pattern + re.escape(NOTE))
 _WHOLE_TEXT = f"({re.escape(FINGERPRINT)}|{re.escape(TAG)}|{NOTE_NAME.pattern})"
 _TEMPORARY_TEXT = re.compile(_WHOLE_TEXT + r"\.[0-9A-Z]{26}")
@@ -84,10 +83,13 @@ _KINDS = {
     "runs": RUN_NAME,
     "heads": HEAD_NAME,
     "packs": PACK_NAME,
-    "parts": PART_NAME,
+    "asked": re.compile(re.escape(ASKED)),
     "others": re.compile(re.escape(FINGERPRINT)),
     "corrupt": re.compile(_DATA_TEXT + re.escape(CORRUPT)),
-    "temporary": re.compile(f"{_DATA_TEXT}{re.escape(TEMPORARY)}|{_TEMPORARY_TEXT.pattern}"),
+    # Earlier versions kept blocks of a bucket's segments in ``.part``.
+    "temporary": re.compile(
+        rf"{_DATA_TEXT}({re.escape(TEMPORARY)}|\.part(\.map)?)|{_TEMPORARY_TEXT.pattern}"
+    ),
 }  # the files of a namespace, by field of `Contents`
 
 
@@ -95,9 +97,9 @@ _KINDS = {
 class Contents:
     """The files of one namespace, which is 32 hexadecimal digits.
 
-    Besides segments: their `runs`; the `heads` of segments in a bucket (in the bucket itself: `packs`), and
-    the fetched `parts` of some; `corrupt` files; `temporary` ones being written; and `others`, which is
-    ``fingerprint.json``.
+    Besides segments: their `runs`; the `heads` of segments in a bucket (in the bucket itself: `packs`);
+    `asked`, a file that says that these are to be brought; `corrupt` files; `temporary` ones being written;
+    and `others`, which is ``fingerprint.json``.
     """
 
     namespace: str
@@ -105,7 +107,7 @@ class Contents:
     runs: list[FileInfo]
     heads: list[FileInfo]
     packs: list[FileInfo]
-    parts: list[FileInfo]
+    asked: list[FileInfo]
     corrupt: list[FileInfo]
     temporary: list[FileInfo]
     others: list[FileInfo]

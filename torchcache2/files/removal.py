@@ -4,9 +4,8 @@ To make room, it deletes damaged segments first, then namespaces that no process
 first, and in each the oldest segment first), and then, under ``lru``, the least recently used segments of all
 namespaces.
 
-In a folder `mirrored` in a bucket, it deletes nothing that the bucket lacks: in all namespaces, first
-unfinished segments, then those with a head, least recently used first, and then the heads of namespaces that
-no process uses.
+In a folder `mirrored` in a bucket, it deletes nothing that the bucket lacks: in all namespaces, segments with
+a head, least recently used first, and then the heads of namespaces that no process uses.
 
 Writers take no lock while there is room. If two find room at the same time, they exceed the budget by one
 segment each, and the next writer makes room for both.
@@ -164,10 +163,10 @@ class Removal:
         return True
 
     def files(self, contents: Contents) -> None:
-        """Delete a namespace's segments, oldest first, then unfinished ones, heads and runs."""
+        """Delete a namespace's segments, oldest first, then heads and runs."""
         segments = sorted(contents.segments, key=lambda info: (info.mtime, info.name))
         rest = (
-            *reversed(contents.parts),
+            *contents.asked,
             *contents.corrupt,
             *contents.heads,
             *contents.packs,
@@ -304,9 +303,6 @@ def _delete(removal: Removal, scanned: list[Contents], lru: bool) -> None:
 
 def _delete_mirrored(directory: CacheDirectory, removal: Removal, scanned: list[Contents]) -> None:
     """Like `_delete`, but deletes nothing that the bucket lacks."""
-    for contents in scanned:
-        for info in reversed(contents.parts):  # a map goes before its file
-            removal.file(contents, info)
     for info, contents in _least_recently_used(scanned):
         # Check for the head now, not in the scan: if the bucket loses a segment, its head is deleted.
         head = os.path.join(directory.path, contents.namespace, info.name + HEAD)

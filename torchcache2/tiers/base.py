@@ -190,6 +190,9 @@ class Tier(abc.ABC):
     def look_again(self, namespace: bytes) -> None:  # noqa: B027
         """Have the next call look for rows of other processes; otherwise this happens once in a while."""
 
+    def bring(self, namespace: bytes) -> None:  # noqa: B027
+        """Bring rows of a namespace that are far away, in the background."""
+
     @abc.abstractmethod
     def put(self, keys: Keys, rows: Rows) -> int:
         """Keep rows under distinct keys; returns how many were kept, which may be none."""

@@ -36,17 +36,17 @@ class Counting:
 
     def __init__(self, objects, monkeypatch):
         self.reads, self.listings = [], 0
-        read, listing = objects.read, objects.listing
+        fetch, listing = objects.fetch, objects.listing
 
-        def counted_read(ranges):
+        def counted_fetch(ranges):
             self.reads.append(len(ranges))
-            return read(ranges)
+            return fetch(ranges)
 
         def counted_listing(name=""):
             self.listings += 1
             return listing(name)
 
-        monkeypatch.setattr(objects, "read", counted_read)
+        monkeypatch.setattr(objects, "fetch", counted_fetch)
         monkeypatch.setattr(objects, "listing", counted_listing)
 
 

@@ -30,13 +30,14 @@ from tests.helpers.storage import (
     warnings_of,
 )
 from torchcache2.files import removal
-from torchcache2.files.directory import FINGERPRINT, MIRROR, TAG, TAG_TEXT, CacheDirectory
+from torchcache2.files.directory import ASKED, FINGERPRINT, MIRROR, TAG, TAG_TEXT, CacheDirectory
 from torchcache2.files.filesystem import ulid
 from torchcache2.files.layout import unpack
-from torchcache2.tiers.bucket import transfers
+from torchcache2.tiers.bucket import downloads
+from torchcache2.tiers.bucket.folder import BucketFolder
 from torchcache2.tiers.bucket.mirror import Mirror, MirrorLock
 from torchcache2.tiers.bucket.objects import Objects
-from torchcache2.tiers.bucket.transfers import Transfer, Uploads
+from torchcache2.tiers.bucket.uploads import Transfer, Uploads
 from torchcache2.tiers.disk import sealing
 
 FOLDER = NAMESPACES[0].hex()
@@ -72,7 +73,8 @@ def mirrored(objects, path, budget=10**7, fs=None, mirror_fs=None, **options):
     disk = mirrored_disk(path, budget, fs=fs)
     directory = disk.directory if mirror_fs is None else CacheDirectory(str(path), mirror_fs)
     options = {"pause": 0.01, "silence": 5.0} | options
-    mirror = Mirror(objects, directory, budget, disk.flush, **options)
+    folder = BucketFolder(objects, directory, budget)
+    mirror = Mirror(objects, directory, folder, budget, disk.flush, **options)
     mirror.begin()
     try:
         yield disk, mirror
@@ -298,7 +300,7 @@ from torchcache2.tiers.bucket.objects import Objects
 path, url, options, what = sys.argv[1:]
 objects = Objects(Bucket.of(url, storage_options=json.loads(options)))
 disk = mirrored_disk(path)
-mirror = Mirror(objects, disk.directory, 10**7, disk.flush, pause=0.01)
+mirror = Mirror(objects, disk.directory, disk.bucket.folder, 10**7, disk.flush, pause=0.01)
 mirror.begin()
 if what == "fork":
     import os
@@ -447,6 +449,19 @@ def test_over_remote_size_uploads_end_with_one_warning(tmp_path, log):
         assert len(there(objects)) == 3
 
 
+def test_remote_size_counts_what_others_upload_meanwhile(tmp_path, log):
+    place = bucket("file", tmp_path, remote_size=3 * SEGMENT)
+    with contextlib.ExitStack() as stack:
+        objects = [stack.enter_context(opened(place)) for _ in range(2)]
+        both = [stack.enter_context(mirrored(one, tmp_path / str(i))) for i, one in enumerate(objects)]
+        for number in range(4):
+            disk, mirror = both[number % 2]
+            seal_some(disk, [number])
+            mirror.flush()
+        assert len([name for name in there(objects[0]) if name != FINGERPRINT]) == 2
+    assert "remote_size" in warnings_of(log)[0].getMessage()
+
+
 def test_a_local_folder_that_is_read_only_is_left_alone(slow, path):
     fill(path, 2)
     with mirrored(slow, path, mirror_fs=ReadOnly()) as (_, mirror):
@@ -486,7 +501,7 @@ def test_a_full_disk_keeps_heads_in_memory_and_downloads_wait(slow, path, log):
 def test_what_this_process_has_sealed_goes_up_at_once(tmp_path):
     with opened(bucket("file", tmp_path)) as objects:
         directory = CacheDirectory(str(tmp_path / "cache"), Unsynced())
-        mirror = Mirror(objects, directory, 10**7, pause=60.0)
+        mirror = Mirror(objects, directory, BucketFolder(objects, directory, 0), 10**7, pause=60.0)
         disk = mirrored_disk(directory.path)
         disk.bucket.wake = mirror.wake
         mirror.begin()
@@ -514,6 +529,7 @@ def filled(tmp_path):
         tier = reader(place, tmp_path / "cache")
         assert len(found(tier, names_of(range(4)), WIDTH)) == 4 * ROWS
         tier.close()
+        assert (tmp_path / "cache" / FOLDER / ASKED).exists()  # it has read more than a tenth
         yield objects, tmp_path / "cache", segments(tmp_path / "first")
 
 
@@ -551,9 +567,9 @@ def test_a_damaged_object_stays_and_is_told_once(filled, log):
     (path / FOLDER / f"{names[2]}.corrupt").write_bytes(b"set aside")
     with mirrored(objects, path) as (disk, _):
         assert found(disk, names_of([9])) == []
-        downloaded(path, 1)
-        assert [file.name for file in segments(path)] == names[3:]
-        wait_until(lambda: objects.corrupt == 2)
+        downloaded(path, 2)  # the second has the rows, and its head is here
+        assert [file.name for file in segments(path)] == [names[1], names[3]]
+        wait_until(lambda: objects.corrupt == 1)
         assert not list(path.glob("*/*.tmp"))
     assert len(warnings_of(log)) == 1 and (place / names[1]).read_bytes() == other
 
@@ -577,7 +593,7 @@ def test_an_unused_namespace_is_seldom_asked_for(filled, monkeypatch):
         asked.append(namespace)
         return removal.in_use(directory, namespace)
 
-    monkeypatch.setattr(transfers, "in_use", in_use)
+    monkeypatch.setattr(downloads, "in_use", in_use)
     with mirrored(objects, path):  # looks every 10 ms
         wait_until(lambda: len(asked) >= 2)
         time.sleep(0.5)
@@ -589,7 +605,7 @@ def test_an_unused_namespace_is_seldom_asked_for(filled, monkeypatch):
 @pytest.mark.slow
 def test_a_full_disk_gets_segments_when_there_is_room_again(filled, monkeypatch, log):
     objects, path, _ = filled
-    monkeypatch.setattr("torchcache2.tiers.bucket.sparse._FULL_FOR", 1.5)
+    monkeypatch.setattr("torchcache2.tiers.bucket.folder._FULL_FOR", 1.5)
 
     class Full(Unsynced):
         is_full = True
@@ -606,7 +622,7 @@ def test_a_full_disk_gets_segments_when_there_is_room_again(filled, monkeypatch,
         downloaded(path, 4)
     (warning,) = warnings_of(log)
     assert "gets no segments from the bucket" in warning.getMessage() and objects.faults == 0
-    assert not list(path.glob("*/*.part*"))
+    assert not list(path.glob("*/*.tmp"))
 
 
 # Processes

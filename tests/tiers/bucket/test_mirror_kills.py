@@ -49,7 +49,7 @@ def fill_for_ever(path, url, first):
 def opened_stack(path, place):
     objects = Objects(place)
     tier = mirrored_disk(path, BUDGET)
-    mirror = Mirror(objects, tier.directory, BUDGET, tier.flush, pause=0.002)
+    mirror = Mirror(objects, tier.directory, tier.bucket.folder, BUDGET, tier.flush, pause=0.002)
     mirror.begin()
     return tier, mirror, objects
 

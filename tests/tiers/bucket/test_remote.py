@@ -36,8 +36,8 @@ from torchcache2.files import run as merging
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.layout import HEAD, read_head, write_head
 from torchcache2.tiers.base import Signals
+from torchcache2.tiers.bucket import ranges as ranges_module
 from torchcache2.tiers.bucket import source as source_module
-from torchcache2.tiers.bucket import sparse
 from torchcache2.tiers.bucket.objects import Objects
 from torchcache2.tiers.disk.tier import DiskTier
 
@@ -160,7 +160,7 @@ def test_neighbours_are_one_range(place):
 
 
 def test_long_ranges_are_several_requests(place, monkeypatch):
-    monkeypatch.setattr(sparse, "_PIECE", 5000)
+    monkeypatch.setattr(ranges_module, "PIECE", 5000)
     (file,) = place.fill(1)
     tier = place.tier()
     assert found(tier, names_of(0), WIDTH) == names_of(0)
@@ -517,19 +517,6 @@ def test_a_damaged_head_is_fetched_again(place, log):
     ]
     (warning,) = warnings_of(log)
     assert "fetched again" in warning.getMessage()
-
-
-def test_a_segment_that_is_here_already_gives_its_head(place):
-    files = place.fill(2)
-    (place.local / FOLDER).mkdir(parents=True)
-    for file in files:
-        shutil.copy(file, place.local / FOLDER)
-    files[1].write_bytes(files[1].read_bytes()[:-50])  # in the bucket it is another one
-    tier = place.tier()
-    found(tier, names_of(0, 7), WIDTH)
-    assert place.heads() == [files[0].name + HEAD]
-    asked = [name for read in tier.bucket.objects.reads for name, start, _ in read if start == 0]
-    assert f"{FOLDER}/{files[0].name}" not in asked
 
 
 def test_processes_that_fetch_at_the_same_time_share_the_work(place, monkeypatch):

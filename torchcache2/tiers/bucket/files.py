@@ -6,24 +6,23 @@ so are the ranges that `will_need` names; everything else in large pieces. It wr
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import errno
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torchcache2.core.errors import TorchcacheError
 from torchcache2.files.directory import FINGERPRINT, NAMESPACE_NAME, SEGMENT_NAME, TAG
 from torchcache2.files.filesystem import Descriptor, FileInfo, FileSystem
 from torchcache2.tiers.bucket.objects import Objects, read_heads
+from torchcache2.tiers.bucket.ranges import Pieces, merged
 
 _HEADS = 32  # that are fetched together
 _FIRST_READ = 64 << 10  # bytes, as most heads are shorter
 _GAP = 64 << 10  # unneeded bytes that cost less than another request
-_PIECE = 8 << 20  # bytes of one request
+_AHEAD = 8 << 20  # bytes that are read at once
 _MOST = 256 << 20  # bytes that are fetched ahead
-Range = tuple[str, int, int]  # of an object: its name, and where it begins and ends
 
 
 class BucketError(TorchcacheError):
@@ -57,8 +56,7 @@ class BucketFiles(FileSystem):
         self._listings: dict[str, list[FileInfo]] = {}
         self._texts: dict[str, bytes] = {}  # of small files
         self._heads: dict[str, bytes] = {}  # of the segments that are likely to be opened next
-        self._wanted: list[Range] = []
-        self._pieces: dict[str, list[tuple[int, bytes]]] = {}  # by name, in the order of their positions
+        self._pieces = Pieces()
 
     def fetch_texts(self) -> None:
         """Fetch the tag with the format, and all fingerprints, at once.
@@ -139,21 +137,21 @@ class BucketFiles(FileSystem):
     def will_need(self, file: Descriptor, offset: int, size: int) -> None:
         """Note a range: the first read of any noted range fetches them all."""
         if size:
-            self._wanted.append((_of(file).name, offset, min(offset + size, _of(file).size)))
+            self._pieces.wanted.append((_of(file).name, offset, min(offset + size, _of(file).size)))
 
     def read(self, file: Descriptor, buffers: Sequence[Any], offset: int) -> int:
-        """Read into writable buffers, one after another; may read less."""
-        done = 0
-        for buffer in buffers:
-            view, filled = memoryview(buffer), 0
-            while filled < len(view):
-                found = self._at(_of(file), offset + done, len(view) - filled)
-                if not found:
-                    return done
-                view[filled : filled + len(found)] = found
-                filled += len(found)
-                done += len(found)
-        return done
+        """Read into the first writable buffer; may read less."""
+        one, view = _of(file), memoryview(buffers[0])
+        if offset >= one.size:
+            return 0
+        if (found := self._at(one.name, offset)) is None:
+            self._fetch(one, offset, len(view))
+            found = self._at(one.name, offset)
+        if not found:
+            raise self._gone(one.name)
+        size = min(len(view), len(found))
+        view[:size] = found[:size]
+        return size
 
     def remove(self, path: str) -> None:
         """Delete an object."""
@@ -167,65 +165,41 @@ class BucketFiles(FileSystem):
             self._listings.clear()
             self._texts.clear()
 
-    def _at(self, file: _Object, offset: int, size: int) -> memoryview:
-        """Some of the bytes from an offset on; none where the object ends."""
-        if offset >= file.size:
-            return memoryview(b"")
-        found = self._known(file.name, offset, size)
-        if found is None:
-            self._fetch(file, offset, size)
-            found = self._known(file.name, offset, size)
-        if found is None:
-            raise self._gone(file.name)
-        return found
-
-    def _known(self, name: str, offset: int, size: int) -> memoryview | None:
+    def _at(self, name: str, offset: int) -> memoryview | None:
         for data in (self._heads.get(name), self._texts.get(name)):
             if data is not None and offset < len(data):
-                return memoryview(data)[offset : offset + size]
-        pieces = self._pieces.get(name, [])
-        i = bisect.bisect_right(pieces, offset, key=lambda piece: piece[0]) - 1
-        if i < 0 or offset >= pieces[i][0] + len(pieces[i][1]):
-            return None
-        start, data = pieces[i]
-        return memoryview(data)[offset - start : offset - start + size]
+                return memoryview(data)[offset:]
+        found = self._pieces.at(name, offset)
+        if isinstance(found, Exception):
+            raise self._gone(name) if self._objects.cause is None else self._failed()
+        return found
 
     def _fetch(self, file: _Object, offset: int, size: int) -> None:
         """Fetch these bytes, and what is likely to be read next."""
-        wanted, self._wanted = self._wanted, []
+        wanted, self._pieces = self._pieces.wanted, Pieces()
         if not SEGMENT_NAME.fullmatch(file.name.rpartition("/")[2]):
-            self._texts[file.name] = b"".join(self._had([(file.name, 0, file.size)], file.name))
+            self._pieces.fetch(self._objects, [(file.name, 0, file.size)])
+            if found := self._at(file.name, 0):
+                self._texts[file.name] = bytes(found)
             return
         if offset < _FIRST_READ and file.name not in self._heads and not wanted:
             self._fetch_heads(file.name)
             return
-        ranges = list(_merged(wanted))
+        ranges = merged(wanted, _GAP)
         is_among = any(name == file.name and start <= offset < end for name, start, end in ranges)
         if not is_among or sum(end - start for _, start, end in ranges) > _MOST:
-            end = file.size if file.size <= _MOST // 2 else max(offset + size, offset + _PIECE)
-            ranges = list(_merged([(file.name, offset, min(end, file.size))]))
-        self._pieces = {}
-        for (name, start, _), data in zip(ranges, self._had(ranges, file.name), strict=True):
-            self._pieces.setdefault(name, []).append((start, data))
+            end = file.size if file.size <= _MOST // 2 else max(offset + size, offset + _AHEAD)
+            ranges = [(file.name, offset, min(end, file.size))]
+        self._pieces.fetch(self._objects, ranges)
 
     def _fetch_heads(self, name: str) -> None:
         """Fetch the head of a segment, and those of the next ones in its folder."""
         folder = name.rpartition("/")[0]
         following = [info for info in self._listings[folder] if SEGMENT_NAME.fullmatch(info.name)]
         sizes = {f"{folder}/{info.name}": info.size for info in following if f"{folder}/{info.name}" >= name}
-        sizes = dict(list(sizes.items())[:_HEADS])
-        self._heads = read_heads(self._objects, sizes, _FIRST_READ)
+        self._heads = read_heads(self._objects, dict(list(sizes.items())[:_HEADS]), _FIRST_READ)
         if name not in self._heads:
-            self._had([(name, 0, 1)], name)  # raises why
-
-    def _had(self, ranges: Sequence[Range], needed: str) -> list[bytes]:
-        """The bytes of ranges; empty for deleted objects, except that `needed` must exist."""
-        found = self._objects.read(ranges)
-        if any(data is None for data in found) and self._objects.cause is not None:
-            raise self._failed()
-        if any(data is None and name == needed for data, (name, _, _) in zip(found, ranges, strict=True)):
-            raise self._gone(needed)
-        return [data or b"" for data in found]
+            self._pieces.fetch(self._objects, [(name, 0, 1)])  # for the reason
 
     def _info(self, path: str) -> FileInfo | None:
         """The listing's entry for a path; the URL itself is a folder."""
@@ -261,16 +235,3 @@ class BucketFiles(FileSystem):
 def _of(file: Descriptor) -> _Object:
     assert isinstance(file, _Object)
     return file
-
-
-def _merged(ranges: Sequence[Range]) -> Iterator[Range]:
-    """Ranges in order; neighbours are joined, and long ones cut into pieces."""
-    joined: list[Range] = []
-    for name, start, end in sorted(ranges):
-        if joined and joined[-1][0] == name and start <= joined[-1][2] + _GAP:
-            joined[-1] = name, joined[-1][1], max(end, joined[-1][2])
-        else:
-            joined.append((name, start, end))
-    for name, start, end in joined:
-        for first in range(start, end, _PIECE):
-            yield name, first, min(first + _PIECE, end)

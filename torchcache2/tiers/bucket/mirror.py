@@ -1,6 +1,6 @@
 """`Mirror`: synchronises a local folder and a bucket, in threads of its own.
 
-It uploads segments sealed in the folder by any process, and downloads those of the bucket as long as there is
+It uploads segments sealed in the folder by any process, and brings those that are wanted as long as there is
 room. One of the processes that share a folder, chosen by `MirrorLock`, does this; when it ends, another takes
 over. However a process ends, the next one finds what the bucket lacks by looking.
 """
@@ -11,16 +11,28 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
+from typing import TypeVar
 
 from torch.utils.data import get_worker_info
 
 from torchcache2.core.process import AtExit, Forked, ProcessLock, before_pools_end
-from torchcache2.files.directory import FINGERPRINT, MIRROR, PACK, CacheDirectory, Contents
+from torchcache2.files.directory import FINGERPRINT, MIRROR, CacheDirectory
 from torchcache2.files.filesystem import Descriptor, open_to_lock
 from torchcache2.tiers.bucket.connection import LOOP_THREAD
+from torchcache2.tiers.bucket.downloads import Downloads
+from torchcache2.tiers.bucket.folder import BucketFolder
 from torchcache2.tiers.bucket.objects import Objects
-from torchcache2.tiers.bucket.transfers import Downloads, Transfer, Uploads
+from torchcache2.tiers.bucket.uploads import Transfer, Uploads
+
+_EXIT_PRIORITY = 5  # below the disk tier's writer, above a temporary folder
+_UP_AT_ONCE, _DOWN_AT_ONCE = 4, 2  # uploads, and groups of segments that are brought
+_MOST_FAILURES = 3  # of one file, after which flushes ignore it
+_RESUMED_AFTER = 1.0  # seconds between tries while the bucket pauses
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds after a failed upload while the bucket works
+_BEATS = 1.0  # seconds
+_ENDING = 10.0  # seconds for remaining transfers when the mirror ends
+T = TypeVar("T", bound=tuple[str, ...])
 
 
 class MirrorLock:
@@ -76,24 +88,6 @@ class MirrorLock:
             file.close()
 
 
-_EXIT_PRIORITY = 5  # below the disk tier's writer, above a temporary folder
-_AT_ONCE, _DOWN_AT_ONCE = 4, 8  # transfers
-_MOST_FAILURES = 3  # of one file, after which flushes ignore it
-_RESUMED_AFTER = 1.0  # seconds between tries while the bucket pauses
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds after a failed upload while the bucket works
-_BEATS = 1.0  # seconds
-_ENDING = 10.0  # seconds for remaining transfers when the mirror ends
-
-
-class _Flush:
-    """A waiting `flush`. `names` are the files that the bucket still lacks; None before the first look."""
-
-    def __init__(self) -> None:
-        self.since = time.monotonic()
-        self.names: set[Transfer] | None = None
-        self.is_done = threading.Event()
-
-
 class Mirror:
     """The mirror of one folder, in each process that uses it.
 
@@ -104,6 +98,8 @@ class Mirror:
     objects : Objects
     directory : CacheDirectory
         The local folder.
+    folder : BucketFolder
+        The same, as it fetches segments.
     budget : int
         Most bytes of the folder; uploads do not depend on it.
     flush_first : callable, optional
@@ -122,6 +118,7 @@ class Mirror:
         self,
         objects: Objects,
         directory: CacheDirectory,
+        folder: BucketFolder,
         budget: int,
         flush_first: Callable[[], None] = lambda: None,
         *,
@@ -131,11 +128,13 @@ class Mirror:
         silence: float = 10.0,
     ) -> None:
         self.uploads = uploads
-        self._objects, self._directory, self._budget = objects, directory, budget
+        self._objects, self._directory, self._folder, self._budget = objects, directory, folder, budget
         self._flush_first, self._temporary = flush_first, temporary
         self._pause, self._silence = pause, silence
         self._lock = ProcessLock(threading.RLock)  # reentrant: the garbage collector may call `close`
         self._pid, self._is_closed = -1, False  # the process that has the threads
+        self._looks = ProcessLock(threading.RLock)  # without our thread, waiting threads look themselves
+        self._flushes: list[set[Transfer]] = []  # for each waiting `flush`, what it waits for
         before_pools_end(self._flush_at_end)
 
     def begin(self) -> None:
@@ -154,18 +153,37 @@ class Mirror:
     def flush(self) -> None:
         """Return once the bucket has all segments in the folder; warns if that fails."""
         self.begin()
-        if not self._runs() or self.is_busy_here():
+        if not self.uploads or not self._runs() or self.is_busy_here():
             return
-        flush = _Flush()
-        self._flushes.append(flush)
-        self._not_before = 0.0
-        while not flush.is_done.is_set():
-            self._wake.set()
-            if self._thread is not None and self._thread.is_alive():
-                flush.is_done.wait(1.0)
-            else:
-                self._look()
-                flush.is_done.wait(self._pause)
+        begun, left = time.monotonic(), set[Transfer]()
+        self._flushes.append(left)
+        self._not_before, is_first = 0.0, True
+        try:
+            while True:
+                self._wake.set()
+                if self._thread is None or not self._thread.is_alive():
+                    self._look()
+                with self._looks():
+                    holds = self._sole.take()
+                lacking = set(self._uploads.wanted(self._directory.scan(), is_sole=holds is True))
+                left.update(lacking) if is_first else left.intersection_update(lacking)
+                is_first = False
+                if not left or self._is_hopeless(holds, begun, left):
+                    break
+                time.sleep(self._pause if holds is False else min(self._pause, 0.02))
+        except OSError as error:
+            self._fails(error)
+            return
+        finally:
+            self._flushes = [one for one in self._flushes if one is not left]
+        if left:
+            later = "are lost with it" if self._temporary else "are uploaded when it is used again"
+            self._objects.tell(
+                "given up",
+                "%d files of %s are not uploaded to %s (%s): they stay in the folder, and %s",
+                *(len(left), self._directory.path, self._objects.bucket.url),
+                *(self._uploads.ended or self._objects.cause or "no process does it now", later),
+            )
 
     def close(self) -> None:
         """Flush, and end the threads; must not be called if `is_busy_here()`.
@@ -177,6 +195,7 @@ class Mirror:
         self.flush()
         with self._lock():
             is_ours, self._is_closed = self._runs(), True
+        self._folder.is_ending = True
         if is_ours:
             self._wake.set()
             self._exit.cancel()
@@ -200,17 +219,14 @@ class Mirror:
     def _start_anew(self) -> None:
         """Forget the parent's state, and start the thread."""
         self._uploads = Uploads(self._objects, self._directory)
-        self._downloads = Downloads(self._objects, self._directory, self._budget)
+        self._downloads = Downloads(self._folder, self._directory, self._budget)
         self._sole = MirrorLock(self._directory)
         self._wake = threading.Event()
-        self._flushes: list[_Flush] = []
-        self._looking = threading.RLock()  # without our thread, waiting threads look themselves
-        self._going_up: dict[Transfer, threading.Thread] = {}
-        self._going_down: dict[Transfer, threading.Thread] = {}
+        self._flushes = []
+        self._going: dict[tuple[str, ...], threading.Thread] = {}
         self._failures: dict[Transfer, tuple[int, float]] = {}  # how often, and when to retry
         self._failed_since = -1.0  # start of the last failed upload
         self._not_before = 0.0  # when to ask a failing bucket again
-        self._most = _AT_ONCE  # uploads at once; 1 after a fault, as they share a line that may be slow
         self._beat_at = 0.0
         self._heard = 0, 0.0  # the last beat of another process, and when it was seen
         self._exit = AtExit(self._close_at_exit, _EXIT_PRIORITY)
@@ -224,7 +240,7 @@ class Mirror:
             self._thread = None
 
     def _threads(self) -> list[threading.Thread]:
-        threads = [self._thread, *list(self._going_up.values()), *list(self._going_down.values())]
+        threads = [self._thread, *list(self._going.values())]
         return [thread for thread in threads if thread is not None and thread.ident is not None]
 
     def _work(self) -> None:
@@ -237,72 +253,62 @@ class Mirror:
             self._wake.wait(max(self._pause, min(5.0, 20 * took)))
 
     def _look(self) -> None:
-        """Look once; if that fails, end all waiting flushes."""
-        with self._looking:
-            try:
+        """Look once."""
+        try:
+            with self._looks():
                 self._round()
-            except Exception as error:
-                self._objects.tell("mirror", "the mirror of %s fails: %s", self._directory.path, repr(error))
-                self._answer(list(self._flushes), is_hopeless=True)
+        except Exception as error:
+            self._fails(error)
+
+    def _fails(self, error: Exception) -> None:
+        self._objects.tell("mirror", "the mirror of %s fails: %s", self._directory.path, repr(error))
 
     def _round(self) -> None:
         """Look once, and start transfers."""
-        flushes = list(self._flushes)  # first: later flushes may have written more
-        coming = list(self._going_down)  # before the look, so that downloads ending meanwhile still count
-        holds = self._sole.take()
-        contents = self._directory.scan()
+        holds, contents = self._sole.take(), self._directory.scan()
         self._downloads.note(contents)
-        lacking = self._uploads.wanted(contents)
-        if not (holds and self.uploads):  # only the uploader knows the bucket's fingerprints
-            lacking = [one for one in lacking if one.name != FINGERPRINT and not one.name.endswith(PACK)]
-        if lacking and not self.uploads:
+        lacking = self._uploads.wanted(contents, is_sole=holds is True)
+        if not self.uploads and any(one.name != FINGERPRINT for one in lacking):
             self._sole.release()  # to a process that uploads
-            holds, lacking = False, []
-        for flush in flushes:
-            flush.names = set(lacking) if flush.names is None else flush.names.intersection(lacking)
-        if holds and lacking and not self._uploads.ended:
-            self._start_uploads(lacking, flushes)
-        elif holds and not flushes:
-            self._start_downloads(contents, coming)
-        self._answer(flushes, is_hopeless=self._is_hopeless(holds, flushes))
+        elif holds and lacking and self.uploads and not self._uploads.ended:
+            self._start_uploads(lacking)
+        elif holds and not self._flushes:
+            while self._objects.cause is None and len(self._going) < _DOWN_AT_ONCE:
+                if not (names := tuple(self._downloads.wanted(contents))):
+                    break
+                self._start(names, self._downloads.bring)
 
-    def _start_uploads(self, lacking: list[Transfer], flushes: list[_Flush]) -> None:
+    def _start_uploads(self, lacking: list[Transfer]) -> None:
         now = time.monotonic()
         if self._objects.cause is None and now - self._beat_at > _BEATS:
             self._beat_at = now
             self._sole.beat()
         # A fingerprint comes last: after the segments that flushes wait for, or after all.
-        awaited = set().union(*(flush.names or () for flush in flushes)) if flushes else set(lacking)
+        awaited = set[Transfer]().union(*self._flushes) or set(lacking)
         waiting = {transfer.namespace for transfer in awaited if transfer.name != FINGERPRINT}
+        # After a fault, one at a time, as they share a line that may be slow.
+        most = 1 if self._objects.cause is not None or self._failures else _UP_AT_ONCE
         for transfer in lacking:
-            if len(self._going_up) >= (self._most if self._objects.cause is None else 1):
+            if len(self._going) >= most:
                 break
             is_early = transfer.name == FINGERPRINT and transfer.namespace in waiting
             begins = max(self._not_before, self._failures.get(transfer, (0, 0.0))[1])
-            if not is_early and transfer not in self._going_up and now >= begins:
-                self._start(self._going_up, transfer, self._upload)
+            if not is_early and transfer not in self._going and now >= begins:
+                self._start(transfer, self._upload)
 
-    def _start_downloads(self, contents: list[Contents], coming: list[Transfer]) -> None:
-        if self._objects.cause is None:
-            for transfer in self._downloads.wanted(contents, coming, _DOWN_AT_ONCE - len(coming)):
-                self._start(self._going_down, transfer, self._downloads.download)
-
-    def _start(
-        self,
-        going: dict[Transfer, threading.Thread],
-        transfer: Transfer,
-        function: Callable[[Transfer], object],
-    ) -> None:
+    def _start(self, transfer: T, function: Callable[[T], object]) -> None:
         def work() -> None:
             try:
                 function(transfer)
             except Exception as error:
-                self._objects.tell("transfer", "the mirror fails at %s: %s", "/".join(transfer), repr(error))
+                self._fails(error)
             finally:
-                going.pop(transfer, None)
+                self._going.pop(transfer, None)
                 self._wake.set()
 
-        thread = going[transfer] = threading.Thread(target=work, name="torchcache2 transfer", daemon=True)
+        thread = self._going[transfer] = threading.Thread(
+            target=work, name="torchcache2 transfer", daemon=True
+        )
         try:
             thread.start()
         except RuntimeError:  # there are too many threads, or the interpreter is ending
@@ -315,9 +321,8 @@ class Mirror:
         finally:
             if is_there:
                 self._failures.pop(transfer, None)
-                self._most = min(_AT_ONCE, self._most + 1)
             else:
-                self._failed_since, self._most = max(self._failed_since, begun), 1
+                self._failed_since = max(self._failed_since, begun)
                 now, count = time.monotonic(), self._failures.get(transfer, (0, 0.0))[0]
                 if self._objects.cause is not None:
                     self._not_before = now + _RESUMED_AFTER
@@ -325,35 +330,16 @@ class Mirror:
                     pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0 ** min(count, 10))
                     self._failures[transfer] = count + 1, now + pause
 
-    def _is_hopeless(self, holds: bool | None, flushes: Collection[_Flush]) -> bool:
+    def _is_hopeless(self, holds: bool | None, begun: float, left: set[Transfer]) -> bool:
         """Whether no process uploads, or can."""
-        if holds or holds is None:
-            return holds is None or bool(self._uploads.ended)
-        beat, now = self._sole.last_beat(), time.monotonic()
-        if beat != self._heard[0]:
-            self._heard = beat, now
-        return now - max([self._heard[1], *(flush.since for flush in flushes)]) > self._silence
-
-    def _answer(self, flushes: list[_Flush], *, is_hopeless: bool) -> None:
-        """End the flushes that have nothing left to wait for, or no hope."""
-        for flush in flushes:
-            names = flush.names or set()
-            is_tried = self._objects.cause is not None and self._failed_since >= flush.since
-            failing = {name for name in names if self._failures.get(name, (0, 0.0))[0] >= _MOST_FAILURES}
-            if is_hopeless or is_tried or failing == names:
-                if names:
-                    self._tell_given_up(len(names))
-                self._flushes.remove(flush)
-                flush.is_done.set()
-
-    def _tell_given_up(self, count: int) -> None:
-        later = "are lost with it" if self._temporary else "are uploaded when it is used again"
-        self._objects.tell(
-            "given up",
-            "%d files of %s are not uploaded to %s (%s): they stay in the folder, and %s",
-            *(count, self._directory.path, self._objects.bucket.url),
-            *(self._uploads.ended or self._objects.cause or "no process does it now", later),
-        )
+        now = time.monotonic()
+        if holds is False:
+            if (beat := self._sole.last_beat()) != self._heard[0]:
+                self._heard = beat, now
+            return now - max(self._heard[1], begun) > self._silence
+        is_tried = self._objects.cause is not None and self._failed_since >= begun
+        fails = all(self._failures.get(one, (0, 0.0))[0] >= _MOST_FAILURES for one in left)
+        return holds is None or bool(self._uploads.ended) or is_tried or fails
 
     def _flush_at_end(self) -> None:
         if self._runs() and not self._is_closed:

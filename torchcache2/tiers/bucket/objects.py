@@ -122,7 +122,9 @@ class Objects:
         """Read ranges ``(name, start, end)``, many at once; None for those that fail: see `fetch`."""
         return [None if isinstance(one, Exception) else one for one in self.fetch(ranges)]
 
-    def fetch(self, ranges: Sequence[tuple[str, int, int]]) -> list[bytes | Exception]:
+    def fetch(
+        self, ranges: Sequence[tuple[str, int, int]], *, may_be_short: bool = False
+    ) -> list[bytes | Exception]:
         """Like `read`, with the error in place of None.
 
         `FileNotFoundError` if the object is gone, `DamagedError` if it is too short, `AwayError` if the
@@ -139,7 +141,7 @@ class Objects:
                 kind = kind_of(data) if isinstance(data, BaseException) else None
                 if kind is Kind.GONE:
                     found[i] = FileNotFoundError(errno.ENOENT, "there is no such object", name)
-                elif kind is Kind.SHORT or (kind is None and len(data) != end - start):
+                elif kind is Kind.SHORT or (kind is None and len(data) != end - start and not may_be_short):
                     found[i] = DamagedError(f"it ends before byte {end}")
                 elif kind is None:
                     found[i] = bytes(data)
@@ -157,19 +159,8 @@ class Objects:
 
     def texts(self, names: Sequence[str], most: int = _MOST_TEXT) -> dict[str, bytes]:
         """Small objects, many at once, without those that are gone, empty or have `most` bytes or more."""
-        found = dict[str, bytes]()
-
-        def read(connection: Connection) -> None:
-            for name, data in zip(names, connection.read([(one, 0, most) for one in names]), strict=True):
-                if not isinstance(data, BaseException):
-                    found[name] = bytes(data)
-                elif kind_of(data) not in (Kind.GONE, Kind.SHORT):
-                    raise data
-
-        if names:
-            self._ask(read, None)
-            self._count(down=sum(map(len, found.values())))
-        return {name: data for name, data in found.items() if 0 < len(data) < most}
+        found = zip(names, self.fetch([(name, 0, most) for name in names], may_be_short=True), strict=True)
+        return {name: data for name, data in found if isinstance(data, bytes) and 0 < len(data) < most}
 
     def upload(self, path: str, name: str) -> bool:
         """Write a local file to an object, replacing it; returns whether that worked.

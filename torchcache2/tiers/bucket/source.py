@@ -32,15 +32,14 @@ from torchcache2.files.layout import (
     HEAD,
     head_size,
     parse_head,
-    read_head,
     unpack,
     write_head,
 )
 from torchcache2.tiers.base import Signals
+from torchcache2.tiers.bucket.folder import BucketFolder
 from torchcache2.tiers.bucket.mirror import Mirror
 from torchcache2.tiers.bucket.objects import Objects, read_heads
-from torchcache2.tiers.bucket.sparse import BucketFolder
-from torchcache2.tiers.bucket.transfers import LEAST_PACKED, MOST_PACK
+from torchcache2.tiers.bucket.uploads import LEAST_PACKED, MOST_PACK
 
 _RETRY = 2.0  # seconds
 _AT_ONCE = 32  # heads
@@ -164,15 +163,13 @@ class Listing:
         return heads
 
     def _alone(self, sizes: dict[str, int]) -> Iterator[dict[str, bytes]]:
-        """The heads of segments, read from the bucket or from local segments."""
-        fs, names = self._directory.fs, list(sizes)
+        """The heads of segments, read from the bucket."""
+        names = list(sizes)
         random.shuffle(names)
         for first in range(0, len(names), _AT_ONCE):
-            some = [
-                name for name in names[first : first + _AT_ONCE] if not fs.exists(self._path(name) + HEAD)
-            ]
-            heads = {name: head for name in some if (head := self._of_file(name, sizes[name]))}
-            yield heads | self._read({name: sizes[name] for name in some if name not in heads})
+            some = names[first : first + _AT_ONCE]
+            some = [name for name in some if not self._directory.fs.exists(self._path(name) + HEAD)]
+            yield self._read({name: sizes[name] for name in some})
 
     def _prepare(self, others: Sequence[FileInfo]) -> bool:
         """Make the local folder and its ``fingerprint.json``; returns whether that worked."""
@@ -191,15 +188,6 @@ class Listing:
         except OSError:
             return False
         return True
-
-    def _of_file(self, name: str, size: int) -> bytes | None:
-        """The head of a local segment of the same size; None if there is none."""
-        try:
-            head, found = read_head(self._directory.fs, self._path(name))
-            parse_head(head, found, self._limit, structured=False)
-        except (OSError, UnreadableError):
-            return None
-        return head if found == size else None
 
     def _read(self, sizes: Mapping[str, int]) -> dict[str, bytes]:
         """The checked heads of segments, by name and size; in one request each, unless they are long."""
@@ -291,7 +279,8 @@ class BucketSource:
         self._listings: dict[bytes, Listing] = {}
         self._dropped_at: dict[bytes, int] = {}  # in this process, in milliseconds since 1970
         options: dict[str, Any] = {"uploads": uploads, "temporary": temporary}
-        self._mirror = Mirror(self.objects, self.local, budget, flush_first, **options)
+        self._mirror = Mirror(self.objects, self.local, self.folder, budget, flush_first, **options)
+        self.folder.on_wanted = self._mirror.wake
 
     def look(self, namespace: bytes, has_all: Callable[[], bool]) -> bool:
         """List a namespace's segments in the bucket, if due.
@@ -309,13 +298,17 @@ class BucketSource:
         if listing.is_quiet(self._every) or ((listing.was_had or not doubts) and has_all()):
             return False
         since = max(self._dropped_at.get(namespace, 0), self._drops() // _MILLISECOND)
-        with self.folder.reading():  # its reads come next
-            return listing.look(since, self._every)
+        return listing.look(since, self._every)
 
     def drop(self, namespace: bytes) -> None:
         """Ignore what the bucket has now, without deleting it there."""
         self._dropped_at[namespace] = time.time_ns() // _MILLISECOND
         self.folder.heads.clear()  # those of other namespaces are fetched again
+        self.folder.asked.clear()
+
+    def bring(self, namespace: bytes) -> None:
+        """Have a namespace's segments brought to the folder, as far as they fit."""
+        self.folder.want(self.local.folder(namespace))
 
     def wake(self) -> None:
         """Upload the segments sealed just now at once."""

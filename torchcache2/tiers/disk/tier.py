@@ -173,6 +173,11 @@ class DiskTier(Tier):
             if index is not None:
                 index.look_again()
 
+    def bring(self, namespace: bytes) -> None:
+        """Bring the bucket's segments of a namespace to the folder, as far as they fit."""
+        if self.bucket is not None:
+            self.bucket.bring(namespace)
+
     @with_ordinary_tensors
     def put(self, keys: Keys, rows: Rows) -> int:
         """Queue rows under distinct keys to be written; waits only if the queue is full."""

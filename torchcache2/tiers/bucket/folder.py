@@ -1,0 +1,430 @@
+"""`BucketFolder`: the local folder of a bucket as a file system that contains every segment with a head.
+
+The disk tier reads from it as from any folder. Until a segment is here, the ranges that a batch needs of it
+are fetched into memory, all of a batch at once. A segment of up to 1 MB is fetched as a whole, as a request
+costs as much, and kept if there is room.
+
+Other segments are kept once the namespace is *wanted*: when processes have fetched more than a tenth of it, a
+file says so, and one process brings whole segments (`BucketFolder.bring`), those last read first. Every file
+is begun under the folder's lock for deleting, with its full size: so all processes keep to the budget.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NoReturn
+
+from torch.utils.data import get_worker_info
+
+from torchcache2.core.errors import AwayError, DamagedError
+from torchcache2.core.process import ranks_here
+from torchcache2.files.directory import ASKED, HEAD_NAME, SEGMENT_NAME, CacheDirectory
+from torchcache2.files.filesystem import Descriptor, FileInfo, FileSystem, is_read_only, ulid
+from torchcache2.files.layout import HEAD, SEGMENT, TEMPORARY, checked, read_size, stated
+from torchcache2.files.removal import deleting, used_bytes
+from torchcache2.tiers.bucket.objects import Objects
+from torchcache2.tiers.bucket.ranges import Pieces, Range, cut, merged
+
+_GAP = 16 << 10  # unneeded bytes that cost less than another request
+_REQUEST = 512 << 10  # bytes that cost as much as a request
+_WHOLE = 2 * _REQUEST  # a segment of up to so many bytes is fetched as a whole
+_SHARE = 10  # a namespace is wanted once an nth part of it was fetched
+_PART, _CHUNK = 16 << 20, 32 << 20  # bytes of a request for a whole segment, and of those made at once
+_WAITED, _POLLED = 2.0, 0.005  # seconds
+_MOST_WAIT = 10.0  # seconds that a batch waits for segments that are being brought
+_LOOKED, _FULL_FOR = 2.0, 60.0  # seconds without another look for room, and after an error of the disk
+_MOST_HEAD = 1 << 30
+_OF_FILES_HERE = (  # methods of the plain folder that need no change
+    *("create", "edit", "write", "sync", "sync_folder", "rename", "remove", "touch"),
+    *("lock", "unlock", "same"),
+)
+
+
+class _Away(Descriptor):
+    """A segment that was not here when opened; `local` is its file once it has come."""
+
+    __slots__ = ("local", "path", "size", "start")
+
+    def __init__(self, path: str, start: int, size: int) -> None:
+        self.path, self.start, self.size = path, start, size
+        self.local: Descriptor | None = None  # replaced in one assignment: threads share this
+
+    def __del__(self) -> None:
+        """There is nothing to close."""
+
+
+class _Batch(threading.local):
+    """What a thread has fetched for a batch, and the last head read, as opening a segment needs it twice."""
+
+    def __init__(self) -> None:
+        self.pieces, self.head = Pieces(), ("", b"")
+
+
+class BucketFolder(FileSystem):
+    """A folder of `budget` bytes.
+
+    A listing shows 0 bytes for a segment that is not here. Reads raise `FileNotFoundError` if the object is
+    gone, `DamagedError` if it is too short, `AwayError` if the bucket fails.
+
+    Attributes
+    ----------
+    is_ending : bool
+        Whether no more segments are to be brought.
+    heads : dict of str to bytes
+        Heads that could not be written to the folder, by path of the segment; see `note`.
+    asked : dict of str to int
+        Bytes that this process has fetched, by folder of a namespace; -1: it is wanted.
+    bad : set of str
+        Names of segments that are damaged in the bucket, or gone from it.
+    on_wanted : callable
+        Called when this process has made a namespace wanted.
+    """
+
+    is_remote = True
+
+    def __init__(self, objects: Objects, directory: CacheDirectory, budget: int) -> None:
+        self.is_ending = False
+        self.heads: dict[str, bytes] = {}
+        self.asked: dict[str, int] = {}
+        self.bad = set[str]()
+        self.on_wanted: Callable[[], object] = lambda: None
+        self._objects, self._directory, self._budget = objects, directory, budget
+        self._fs = fs = directory.fs
+        self._sizes: dict[str, tuple[int, int]] = {}  # sizes of heads and segments, by path
+        self._noted = 0
+        self._away: dict[str, set[str]] = {}  # segments listed without being here, by folder
+        self._touched, self._doubted = set[str](), set[str]()
+        self._full_until, self._took = 0.0, 0.0
+        self._batch = _Batch()
+        for name in _OF_FILES_HERE:
+            setattr(self, name, getattr(fs, name))
+
+    # Listing and opening files.
+
+    def listing(self, path: str) -> list[FileInfo]:
+        """The files and folders in a folder, and the segments that have a head."""
+        away = {os.path.basename(one) for one in list(self.heads) if os.path.dirname(one) == path}
+        try:
+            found = self._fs.listing(path)
+        except FileNotFoundError:
+            if not away:
+                raise
+            found = []
+        away |= {info.name.removesuffix(HEAD) for info in found if HEAD_NAME.fullmatch(info.name)}
+        away -= {info.name for info in found}
+        self._away[path] = away
+        return sorted([*found, *(FileInfo(name, False, 0, 0.0) for name in away)])
+
+    def changed(self, path: str) -> int:
+        """When a folder last changed, in nanoseconds, plus the number of noted changes."""
+        try:
+            return self._fs.changed(path) + self._noted
+        except FileNotFoundError:
+            if not self._noted:
+                raise
+            return self._noted
+
+    def note(self, path: str, head: bytes) -> None:
+        """Show a segment whose head could not be written."""
+        self.heads[path] = head
+        self._noted += 1
+
+    def forget(self, path: str) -> None:
+        """Show a segment no more unless it is here: its head is damaged, or the bucket lacks it."""
+        self._sizes.pop(path, None)
+        self._batch.head = "", b""
+        if self.heads.pop(path, None) is not None:
+            self._noted += 1
+        with contextlib.suppress(OSError):
+            self._fs.remove(path + HEAD)
+
+    def has_elsewhere(self, path: str) -> bool:
+        """Whether the bucket has a file."""
+        return path in self.heads or (path.endswith(SEGMENT) and self._fs.is_file(path + HEAD))
+
+    def open(self, path: str) -> Descriptor:
+        """Open a file, here or not; `FileNotFoundError` if it is neither here nor in the bucket."""
+        folder, name = os.path.split(path)
+        if name in self._away.get(folder, ()):
+            with contextlib.suppress(FileNotFoundError):
+                return _Away(path, *self.sizes_of(path))
+        try:
+            return self._fs.open(path)
+        except FileNotFoundError:
+            if not SEGMENT_NAME.fullmatch(name):
+                raise
+            return _Away(path, *self.sizes_of(path))
+
+    def is_away(self, file: Descriptor) -> bool:
+        """Whether some of a file has to be fetched."""
+        if isinstance(file, _Away) and file.local is None:
+            with contextlib.suppress(OSError):
+                file.local = self._fs.open(file.path)
+            return file.local is None
+        return False
+
+    def size(self, file: Descriptor) -> int:
+        """Bytes of an open file."""
+        return file.size if isinstance(file, _Away) else self._fs.size(file)
+
+    def sizes_of(self, path: str) -> tuple[int, int]:
+        """Bytes of the head of a segment, and of all of it.
+
+        `FileNotFoundError` if there is no head, or it is damaged.
+        """
+        if path not in self._sizes:
+            head = self._head(path)
+            try:
+                start, checksum, size = stated(head[8 : 8 + read_size(head[:8], len(head))], None)
+                if start != len(head) or not checked(head, checksum):
+                    raise DamagedError("another checksum")
+            except DamagedError as error:
+                self._lose_head(path, error)
+            self._sizes[path] = start, size
+        return self._sizes[path]
+
+    def _head(self, path: str) -> bytes:
+        if (head := self.heads.get(path)) is not None:
+            return head
+        if self._batch.head[0] != path:
+            try:
+                self._batch.head = path, self._fs.read_file(path + HEAD, _MOST_HEAD)
+            except DamagedError as error:
+                self._lose_head(path, error)
+        return self._batch.head[1]
+
+    def _lose_head(self, path: str, error: DamagedError) -> NoReturn:
+        self._objects.corrupt += 1
+        self._objects.tell("head", "%s is damaged (%s): it is fetched again", path + HEAD, str(error))
+        self.forget(path)
+        raise FileNotFoundError(path + HEAD) from None
+
+    # Reading.
+
+    def will_need(self, file: Descriptor, offset: int, size: int) -> None:
+        """Note a range: this thread's next read of one fetches all of them."""
+        if not isinstance(file, _Away) or file.local is not None:
+            self._fs.will_need(getattr(file, "local", file), offset, size)
+        elif size and self._batch.pieces.at(self._name(file.path), offset) is None:
+            end = min(file.size, offset + size)
+            self._batch.pieces.wanted.append((self._name(file.path), offset, end))
+
+    def read(self, file: Descriptor, buffers: Sequence[Any], offset: int) -> int:
+        """Read into writable buffers, one after another; may read less. Fetches what is not here first."""
+        if not isinstance(file, _Away):
+            return self._fs.read(file, buffers, offset)
+        if file.local is not None:
+            return self._fs.read(file.local, buffers, offset)
+        if offset < file.start:
+            return _copied(memoryview(self._head(file.path))[offset : file.start], buffers)
+        if offset >= file.size:
+            return 0
+        name = self._name(file.path)
+        if (piece := self._batch.pieces.at(name, offset)) is None:
+            end = min(file.size, offset + sum(map(len, buffers)))
+            self._batch.pieces.wanted.append((name, offset, end))
+            self._fetch()
+            if not self.is_away(file) and file.local is not None:  # it has just come
+                return self._fs.read(file.local, buffers, offset)
+            piece = self._batch.pieces.at(name, offset)
+        if isinstance(piece, FileNotFoundError):
+            self.forget(file.path)
+        if isinstance(piece, Exception):
+            raise piece
+        if piece is None:
+            raise AwayError(errno.EIO, "cannot be had", file.path)
+        return _copied(piece, buffers)
+
+    def done(self) -> None:
+        """Forget this thread's fetched pieces."""
+        self._batch.pieces, self._batch.head = Pieces(), ("", b"")
+
+    def doubt(self, path: str) -> bool:
+        """Discard a damaged segment, to fetch it again; False if that has happened before."""
+        self.done()
+        if not self.has_elsewhere(path):
+            return False
+        with contextlib.suppress(OSError):
+            self._directory.set_aside(path)
+        is_first = path not in self._doubted
+        self._doubted.add(path)
+        return is_first
+
+    def _name(self, path: str) -> str:
+        return os.path.relpath(path, self._directory.path)
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self._directory.path, name)
+
+    def _fetch(self) -> None:
+        """Fetch what this thread is about to read; reads raise the errors."""
+        wanted, self._batch.pieces.wanted = self._batch.pieces.wanted, []
+        self._give_way({name for name, _, _ in wanted})
+        names = {name for name, _, _ in wanted if not self._fs.exists(self._path(name))}
+        wanted = [one for one in wanted if one[0] in names]
+        sizes = {name: size for name in names if (size := self._sizes.get(self._path(name)))}
+        most = _WHOLE if self._may_keep() else 0
+        small = [name for name, (_, size) in sizes.items() if size <= most]
+        ranges = merged([one for one in wanted if one[0] not in small], _GAP)
+        ranges += [(name, *sizes[name]) for name in small]
+        if not ranges:
+            return
+        begun = time.monotonic()
+        found = self._batch.pieces.fetch(self._objects, ranges)
+        self._took = time.monotonic() - begun
+        for name in names - self._touched:
+            self._touched.add(name)
+            with contextlib.suppress(OSError):
+                self._fs.touch(self._path(name) + HEAD)  # those read last are brought first
+        self._write(small, lambda _: found[len(found) - len(small) :])
+        folder = os.path.dirname(self._path(ranges[0][0]))  # a batch is of one namespace
+        self._ask(folder, sum(max(_REQUEST, end - start) for _, start, end in ranges))
+
+    def _give_way(self, names: set[str]) -> None:
+        """While segments are being brought, wait for these as long as the last batch took to be fetched.
+
+        Small requests take the line from large ones, so the epoch would take longer.
+        """
+        end = time.monotonic() + min(self._took, _MOST_WAIT)
+        folders = {os.path.dirname(self._path(name)) for name in names}
+        while time.monotonic() < end and not all(self._fs.exists(self._path(name)) for name in names):
+            with contextlib.suppress(OSError):
+                files = [info.name for folder in folders for info in self._fs.listing(folder)]
+                if not any(file.endswith(TEMPORARY) for file in files):
+                    break
+            time.sleep(4 * _POLLED)
+
+    # Keeping whole segments.
+
+    def want(self, folder: str) -> None:
+        """Have a namespace's segments brought from now on, as far as they fit."""
+        self.asked[folder] = -1
+        with contextlib.suppress(OSError):
+            self._fs.create(os.path.join(folder, ASKED))
+        self.on_wanted()
+
+    def _ask(self, folder: str, size: int) -> None:
+        """Count bytes that were fetched of a namespace, with the cost of requests."""
+        if (asked := self.asked.get(folder, 0)) < 0:
+            return
+        self.asked[folder] = asked = asked + size
+        worker = get_worker_info()
+        asked *= _SHARE * ranks_here() * (1 if worker is None else worker.num_workers)
+        with contextlib.suppress(OSError):
+            names = [info.name for info in self._fs.listing(folder) if HEAD_NAME.fullmatch(info.name)]
+            paths = [os.path.join(folder, name.removesuffix(HEAD)) for name in names]
+            if asked > sum(self.sizes_of(path)[1] for path in paths):
+                self.want(folder)
+
+    def bring(self, names: Sequence[str]) -> None:
+        """Fetch whole segments into the folder, as far as there is room."""
+        self._write(names, self._chunks)
+
+    def _chunks(self, names: Sequence[str]) -> Iterator[tuple[Range, bytes | Exception]]:
+        some, size = list[Range](), 0
+        for part in cut([(name, *self.sizes_of(self._path(name))) for name in names], _PART):
+            some.append(part)
+            size += part[2] - part[1]
+            if size >= _CHUNK:
+                yield from zip(some, self._objects.fetch(some), strict=True)
+                some, size = [], 0
+            if self.is_ending or self._objects.is_closed:
+                return
+        yield from zip(some, self._objects.fetch(some), strict=True)
+
+    def _write(
+        self,
+        names: Sequence[str],
+        fetched: Callable[[Sequence[str]], Iterable[tuple[Range, bytes | Exception]]],
+    ) -> None:
+        """Begin segments, and write what ``fetched(begun)`` yields; whole ones get their names."""
+        begun = self._begun(names)
+        left = {name: size - start for name in begun for start, size in [self.sizes_of(self._path(name))]}
+        try:
+            for (name, start, _), data in fetched(list(begun)) if begun else ():
+                if isinstance(data, Exception):
+                    self._failed(name, data)
+                elif name in begun:
+                    temporary, file = begun[name]
+                    self._fs.write_all(file, [memoryview(data)], start)
+                    left[name] -= len(data)
+                    path = self._path(name)
+                    if left[name] == 0 and self._fs.is_file(path + HEAD):  # else it was dropped meanwhile
+                        self._fs.rename(temporary, path)
+                        self._fs.unlock(file)
+                        del begun[name]
+        except OSError as error:
+            self._no_room(error, begun)
+        finally:
+            self._remove(begun)
+
+    def _begun(self, names: Sequence[str]) -> dict[str, tuple[str, Descriptor]]:
+        """Temporary files of full size for segments, as far as there is room: names, and locked files."""
+        begun = dict[str, tuple[str, Descriptor]]()
+        if not names or not self._may_keep():
+            return begun
+        try:
+            with deleting(self._directory).acquire(timeout=_WAITED, poll_interval=_POLLED):
+                room = self._budget - used_bytes(self._directory.scan())
+                for name in names:
+                    path = self._path(name)
+                    start, size = self.sizes_of(path)
+                    if size > room:
+                        self._full_until = time.monotonic() + _LOOKED
+                    if size > room or self._fs.exists(path):
+                        continue
+                    room -= size
+                    temporary = os.path.join(os.path.dirname(path), ulid() + SEGMENT + TEMPORARY)
+                    file = self._fs.create(temporary)
+                    begun[name] = temporary, file
+                    self._fs.lock(file, exclusive=True)
+                    self._fs.write_all(file, [memoryview(self._head(path))], 0)
+                    self._fs.write_all(file, [memoryview(b"\0")], max(start, size - 1))
+        except (TimeoutError, NotImplementedError):
+            pass  # another process makes room, or there are no locks
+        except OSError as error:
+            self._no_room(error, begun)
+        return begun
+
+    def _may_keep(self) -> bool:
+        """Whether there may be room, as far as is known."""
+        return self._budget > 0 and time.monotonic() >= self._full_until
+
+    def _failed(self, name: str, error: Exception) -> None:
+        """Note why a segment did not come; one that is damaged or gone is not fetched as a whole again."""
+        if isinstance(error, (DamagedError, FileNotFoundError)):
+            self.bad.add(name)
+        if isinstance(error, DamagedError):
+            self._objects.corrupt += 1
+            url = self._objects.bucket.url
+            self._objects.tell("damaged", "%s in %s is damaged (%s): it stays there", name, url, str(error))
+
+    def _remove(self, begun: dict[str, tuple[str, Descriptor]]) -> None:
+        while begun:
+            _, (temporary, _) = begun.popitem()
+            with contextlib.suppress(OSError):
+                self._fs.remove(temporary)
+
+    def _no_room(self, error: OSError, begun: dict[str, tuple[str, Descriptor]]) -> None:
+        self._remove(begun)
+        if isinstance(error, FileNotFoundError):  # the folder was deleted
+            return
+        self._full_until = time.monotonic() + _FULL_FOR
+        if not is_read_only(error):
+            message = "%s gets no segments from the bucket: %s"
+            self._objects.tell("unwritten", message, self._directory.path, str(error))
+
+
+def _copied(data: memoryview, buffers: Sequence[Any]) -> int:
+    """Fill buffers as far as the data reach; returns how many bytes."""
+    done = 0
+    for buffer in buffers:
+        part = data[done : done + len(buffer)]
+        buffer[: len(part)] = part
+        done += len(part)
+    return done
