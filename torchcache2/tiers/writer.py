@@ -161,6 +161,8 @@ class Writer:
         """The open segment for rows of a kind; call with the lock."""
         pending = self._open.get((namespace, kind))
         if pending is None or pending.dropped:
+            if not self.all():
+                self._asked = self._signals.asked()  # before these rows: they were not meant
             pending = self._open[namespace, kind] = Pending(namespace, next(numbers), self._clock())
             self._tell()
             self._changed.notify_all()  # the thread computes anew when to wake
