@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
 from torchcache2 import CachedDataset, LazyShardDataset
 from torchcache2.core.errors import MissingSampleError, OptionError
@@ -145,6 +145,7 @@ PAIRS = {
     "a table and a dict": (Table(20, 3), Table(30, 3), True),
     "beside a table": (Table(20, 3), Table(20, 4), False),
     "a dataset in another": (Subset(table(20), [*range(9)]), Subset(table(21), [*range(8)]), True),
+    "several in one": (ConcatDataset([table(20), table(8)]), ConcatDataset([table(21), table(9)]), True),
     "a list of samples": ([1.0] * 9, [2.0] * 10, True),
     "lists so short that they may be sizes": (Files(["a"] * 3), Files(["b"] * 3), False),
 }

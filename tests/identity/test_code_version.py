@@ -122,6 +122,42 @@ def test_an_edit_of_a_value_counts(edit, load, tmp_path):
     assert len(before - after) == (2 if edit == "a global" else 1)
 
 
+LAZY = """
+import torch
+from torch import nn
+from torchcache2 import LazyModule
+
+class Net(nn.Linear):
+    def forward(self, x):
+        return super().forward(x)
+
+def load():
+    net = Net(3, 2)
+    net.load_state_dict(torch.load(path, weights_only=True))
+    return net
+
+def made(file):
+    global path
+    path = file
+    return LazyModule(load, files=file)
+"""
+
+
+@pytest.mark.usefixtures("without_grad")
+def test_code_of_a_lazy_module_does_not_count(load, tmp_path):
+    path, x = tmp_path / "net.pt", torch.rand(4, 3)
+    torch.save(torch.nn.Linear(3, 2).state_dict(), path)
+    options = {"code_version": "1", "persistent_cache_dir": tmp_path / "cache", "ignore": "path"}
+    first = torchcache(**options)(load("lazy", LAZY).made(path))
+    first(x)
+    first.cache_instance.flush()
+    again = torchcache(**options)(load("lazy", LAZY.replace("(x)", "(x + 0)")).made(path))
+    again(x)
+    assert not again.is_loaded
+    assert again.module is not None and torch.equal(again(x), first(x))
+    assert again.cache_instance.stats().misses == 0
+
+
 def test_others_of_one_code_version_are_others():
     def doubled(x):
         return x * 2

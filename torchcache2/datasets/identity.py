@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset
 from xxhash import xxh3_128_digest
 
 from torchcache2.core.keys import Keys, int_keys
@@ -342,6 +342,8 @@ class _DatasetWalk(Walk):
             return super().state(state, path)
         self._label_counts.setdefault(f"module {path}", 1)  # a module on this path gets another label
         names, kind = [], "value" if self._is_code else "attribute"
+        if self._by_key and issubclass(self._owner, ConcatDataset):  # these are lengths
+            state = {name: value for name, value in state.items() if name != "cumulative_sizes"}
         for name in sorted(state):
             where, value = f"{path}.{name}" if path else name, state[name]
             part = f"{kind} {where}"

@@ -32,6 +32,7 @@ class FileDigests:
 
     def __init__(self, folder: str | None = None) -> None:
         self._directory = None if folder is None else CacheDirectory(folder, FileSystem())
+        self._is_made = False  # whether the directory was there, or was made
         self._known: dict[bytes, bytes] = {}  # by state
         self._table: tuple[Array, Array] | None = None  # the records, sorted, and the first word of each
 
@@ -94,8 +95,10 @@ class FileDigests:
         if directory is None:
             return
         try:
-            directory.check()
-            directory.create()
+            if not self._is_made:
+                directory.check()
+                directory.create()
+                self._is_made = True
             data = record + xxh3_64_digest(record)
             directory.fs.append(os.path.join(directory.path, CONTENTS), data)
         except (OSError, OptionError, NewerFormatError) as error:
