@@ -239,7 +239,7 @@ def claims_of_prompts(page):
     assert torch.equal(encode(batch), plain)
     assert asked(encode, encode, tuple(batch)) == (0, 8, {})  # a tuple is not a list
     assert asked(encode, encode, batch[::-1]) == (8, 0, {})
-    assert asked(encode, encode, "a red cat") == (0, 0, {"argument": 1})
+    assert asked(encode, encode, "a red cat") == (0, 1, {})  # a text by itself is one item
     encode.cache_instance.flush()
     assert list(Path(page.folder).glob("*/*.safetensors"))
 
