@@ -108,6 +108,8 @@ def test_after_seal_rows_are_served_and_nothing_is_made(tmp_path):
     assert same(list(cached.loader(8, sampler=range(8))), filled)
     with pytest.raises(NotCachedError, match="sample 8, and it is sealed"):
         list(cached.loader(4))
+    with pytest.raises(NotCachedError, match="nothing can be inserted"):
+        cached.insert([8], torch.zeros(1, 2))
     assert cached.missing().tolist() == list(range(8, COUNT))
     cached.close()
 

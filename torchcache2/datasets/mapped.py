@@ -357,6 +357,7 @@ class MappedStore(Store):
 
     def insert(self, keys: Keys, output: Any) -> None:
         """Keep an output for n samples that was made elsewhere."""
-        assert self.mapped is not None
+        if self.mapped is None:
+            raise NotCachedError(f"{self.name}: nothing can be inserted, as it is sealed, or a copy")
         for positions, rows in self.mapped.parts(output, len(keys)):
             self.levels.keep(keys.take(positions), rows)
