@@ -123,7 +123,7 @@ def test_a_lazy_module_is_loaded_for_misses_only(path, tmp_path):
     def load():
         note(loads, "load")
         net = Net()
-        net.load_state_dict(torch.load(tmp_path / "weights.pt"))
+        net.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
         return net
 
     for _ in range(2):
@@ -352,7 +352,7 @@ def test_an_epoch_that_was_killed_goes_on_in_another_process(tmp_path, has_gener
     torch.manual_seed(5)
     loader = features().loader(16, shuffle=True, generator=generator, num_workers=1)
     if os.path.exists(path):
-        state, seen = torch.load(path)
+        state, seen = torch.load(path, weights_only=True)
         loader.load_state_dict(state)
         torch.manual_seed(6)
         rest = check(loader)
