@@ -445,7 +445,7 @@ def as_array(indices: Sequence[Any]) -> np.ndarray[Any, Any]:
     """Indices as `as_index` makes them: of int64 if they fit there, else of objects; shape ``(n,)``."""
     if {*map(type, indices)} != {int}:
         indices = [as_index(index) for index in indices]
-    if all(isinstance(index, int) for index in indices):
+    if {*map(type, indices)} <= {int}:
         with contextlib.suppress(OverflowError):
             return np.array(indices, np.int64)
     found = np.empty(len(indices), object)

@@ -24,6 +24,7 @@ from torch.utils.data import default_collate, get_worker_info
 from torchcache2.core.errors import NotCachedError, OptionError, OutputError
 from torchcache2.core.keys import Keys, Positions
 from torchcache2.core.logs import shown
+from torchcache2.core.private import modes
 from torchcache2.core.rows import Parts, Rows
 from torchcache2.core.settings import CacheSettings, disabled_by_environment
 from torchcache2.core.values import UnstorableError, mapped
@@ -43,7 +44,7 @@ from torchcache2.engine.values.outputs import Lists, found, items_of, output_of,
 from torchcache2.engine.values.samples import Samples
 from torchcache2.files.contents import FileDigests
 from torchcache2.identity.arguments import BoundCall, Signature
-from torchcache2.identity.encoding import digest, qualified_name
+from torchcache2.identity.encoding import digest, qualified_name, sized, text_bytes
 from torchcache2.identity.fingerprint import Fingerprint
 
 _CPU, _ONE = torch.device("cpu"), torch.zeros(1, dtype=torch.int64, device="cpu")
@@ -102,10 +103,10 @@ class Map:
         if not isinstance(root, types.FunctionType):
             keeper.methods = {self.method}
         keeper.arguments |= set(settings.ignore)  # they may be paths of the samples
-        modes = Signature(_by_index, shared=(), content=FileDigests(None).of).bind((_ONE,), {}).context
+        usual = Signature(_by_index, shared=(), content=FileDigests(None).of).bind((_ONE,), {}).context
         keeper.beside = {f"samples {name}": data for name, data in samples.parts.items()}
         keeper.texts = {f"samples {name}": text for name, text in samples.values.items()}
-        keeper.beside["modes of torch"] = digest([modes])
+        keeper.beside["modes of torch"] = digest([usual])
         if collate is not None:
             keeper.beside["collate_fn"] = self._of_collate(settings)
         keeper.look(root)
@@ -163,7 +164,8 @@ class Mapped(ModuleCache):
         self._plain = plain
         self.bind(made_of.root, plain, made_of.method)
         self.keeper.name = self.engine.name = made_of.title
-        self._usual = self._context()  # under the modes of torch that the namespace covers
+        # Under the modes of torch that the namespace covers.
+        self._usual = self._known.signature.bind((_ONE,), {}).context
 
     def __call__(self, indices: Sequence[int]) -> Any:
         """The output for n samples, its tensors on the CPU."""
@@ -215,10 +217,7 @@ class Mapped(ModuleCache):
             is_same = self.keeper.look(self.living_root()).namespace == asked.keys.namespace
         except Exception:  # the usual call says why
             return False
-        return is_same and self._context() == asked.call.context
-
-    def _context(self) -> bytes:
-        return self._known.signature.bind((_ONE,), {}).context
+        return is_same and asked.call.context.endswith(sized(text_bytes(modes(("cpu",)))))
 
     def raise_if_bypassed(self) -> None:
         """Raise `NotCachedError` if the last call was not cached."""
