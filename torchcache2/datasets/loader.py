@@ -437,7 +437,7 @@ class _Reading:
         missing, ready = plan.missing(), {}
         for positions, text, columns in parts:
             rows = Rows(schema_from_json(json.loads(text)), columns, len(positions))
-            for position, sample in zip(positions.tolist(), from_rows(rows), strict=True):
+            for position, sample in zip(positions.tolist(), from_rows(rows, shares=True), strict=True):
                 ready[missing[position]] = sample
         ready |= {missing[position]: sample for position, sample in others.items()}
         if not is_steady and self._store is not None:

@@ -280,11 +280,11 @@ _Build = Callable[[Iterator[Any]], Any]  # a value, from as many leaf values as 
 
 
 @with_ordinary_tensors
-def from_rows(rows: Rows, device: torch.device = _HOST) -> list[Any]:
+def from_rows(rows: Rows, device: torch.device = _HOST, *, shares: bool = False) -> list[Any]:
     """The samples that rows represent, each with its own memory.
 
-    A `DataLoader` worker is about to collate the samples, and does not keep them: there, large tensors are
-    views, with separate storages, of the rows' memory.
+    Who `shares` is about to collate the samples, and does not keep them, as a `DataLoader` worker: large
+    tensors are then views, with separate storages, of the rows' memory.
 
     Parameters
     ----------
@@ -305,19 +305,20 @@ def from_rows(rows: Rows, device: torch.device = _HOST) -> list[Any]:
     try:
         readers, build = _functions(rows.schema, device)
         columns = zip(readers, to_host(rows.columns), strict=True)
-        leaves = [_each(read, leaf, column) for (read, leaf), column in columns]
+        shares |= get_worker_info() is not None
+        leaves = [_each(read, leaf, column, shares) for (read, leaf), column in columns]
         values = zip(*leaves, strict=True) if leaves else repeat((), len(rows))
         return [build(iter(row)) for row in values]
     except Exception as error:
         raise _damaged(error) from None
 
 
-def _each(read: _Read, plain: Leaf | None, column: Tensor) -> Iterator[Any]:
+def _each(read: _Read, plain: Leaf | None, column: Tensor, shares: bool) -> Iterator[Any]:
     """The values of a leaf in each row; `plain` tensors are copied as fast as torch can."""
     if plain is None:
         return map(read, as_bytes(column).numpy())
     is_large = plain.row_bytes >= _LARGE and plain.stored in NUMPY
-    if is_large and column.is_contiguous() and get_worker_info() is not None:
+    if is_large and column.is_contiguous() and shares:
         return map(torch.from_numpy, column.numpy())
     rows: Any = torch.unbind_copy(column)  # type: ignore[func-returns-value]
     return iter(rows)
