@@ -114,6 +114,13 @@ def test_after_seal_rows_are_served_and_nothing_is_made(tmp_path):
     cached.close()
 
 
+def test_only_what_a_map_makes_is_sealed():
+    cached = CachedDataset(Noisy(), views=2, memory_size="1MB")
+    with pytest.raises(OptionError, match="CachedDataset\\(None, cache_dir\\)"):
+        cached.seal()
+    cached.close()
+
+
 def test_a_sealed_module_is_not_used_any_more():
     module = torchcache(nn.Linear(3, 2).requires_grad_(False).eval())
     x, other = torch.rand(6, 3), torch.rand(2, 3)
@@ -126,6 +133,18 @@ def test_a_sealed_module_is_not_used_any_more():
     assert cache_of(module).missing([other, x]) == [0, 1]
     with pytest.raises(NotCachedError, match="2 of 3 items are not there, and the cache is sealed"):
         module(torch.cat([x[:1], other]))
+
+
+def test_a_sealed_function_of_one_text_returns_what_it_returned():
+    @torchcache
+    def length(text):
+        return torch.tensor([len(text)])
+
+    want = length("a cat")
+    cache_of(length).seal()
+    assert torch.equal(length("a cat"), want)
+    with pytest.raises(NotCachedError, match="1 of 1 items"):
+        length("a dog")
 
 
 @pytest.mark.parametrize("made", [None, double], ids=["samples", "map"])

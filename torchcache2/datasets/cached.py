@@ -609,16 +609,20 @@ class CachedDataset(Keeper, Dataset[Any]):
             store.keep(keys, rows, store.tally.drops)
 
     def seal(self) -> None:
-        """Serve what is kept, and make nothing more: a sample that is not there is then an error.
+        """Serve what `map` has made, and make nothing more: a sample that is not there is then an error.
 
-        Afterwards the dataset and `map` are not used, so their memory may be freed. Writes queued rows first.
+        Afterwards `map` is not called, so its models may be freed. Writes queued rows first. `OptionError`
+        without `map`.
         """
+        store = self._filled_store()
+        if not isinstance(store, MappedStore):
+            raise OptionError(
+                "seal() ends the calls of map=, and there is none: to serve samples without loading any, use "
+                "CachedDataset(None, cache_dir)"
+            )
         self.flush()
-        self._filled_store()
         self._recipe.map = None
-        self._recipe.is_sealed = True
-        if isinstance(self._store, MappedStore):
-            self._store.end_map()
+        store.end_map()
 
     def explain(self) -> str:
         """Why samples were loaded again: the differences from the dataset of earlier runs.

@@ -88,7 +88,7 @@ class Map:
             raise OptionError(
                 f"map={shown(function)}: expected a function of a batch of samples, a method, or a module"
             )
-        self.function, self.collate, self._samples = function, collate, samples
+        self.function, self.collate = function, collate
         self.method = "forward"
         root: Any = function
         if isinstance(function, types.MethodType):

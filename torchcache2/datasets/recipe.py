@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torchcache2.core.errors import OptionError
-from torchcache2.core.keys import Keys, Positions
+from torchcache2.core.keys import Positions
 from torchcache2.core.logs import listed
 from torchcache2.core.private import is_given_work
 from torchcache2.core.settings import CacheSettings, disabled_by_environment
@@ -73,8 +73,6 @@ class Recipe:
         What is made of samples, which is then kept in their place; pickles have none.
     views : int
         How many variants each sample has.
-    is_sealed : bool
-        Whether nothing is loaded or made any more.
     """
 
     title: str
@@ -93,7 +91,6 @@ class Recipe:
     verify: float = 0.0
     map: Map | None = None
     views: int = 1
-    is_sealed: bool = False
 
     @property
     def is_mapped(self) -> bool:
@@ -224,10 +221,6 @@ class Recipe:
         levels = Levels(*own, **options)
         self.job = levels.job
         return levels
-
-    def keys(self, indices: Sequence[Any] | Positions) -> Keys:
-        """The keys of the samples at n indices."""
-        return self.sample_keys.of(self.identity.namespace, indices)
 
     def seen(self) -> bytes:
         """A digest of the dataset as it is now, 16 bytes, even if it has a name."""

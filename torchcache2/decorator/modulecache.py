@@ -328,7 +328,8 @@ class ModuleCache:
             text = f"{len(keys) - count} of {len(keys)} items are not there, and the cache is sealed"
             raise NotCachedError(f"{self.name}: {text}")
         self.engine.counters.add(hits=len(keys))
-        return given_back(output_of(rows, device=device), args, kwargs)
+        output = output_of(rows, device=device)
+        return given_back(output[0] if call.is_one else output, args, kwargs)
 
     def _begin(self, on_first_call: Callable[[Any], None]) -> None:
         self.on_first_call = None
