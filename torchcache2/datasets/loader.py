@@ -145,16 +145,20 @@ class _Plan:
 
     def __init__(self, block: _Block, start: int, end: int) -> None:
         self.block, self.start, self.end = block, start, end
-        self.indices: list[int] = block.indices[start:end].tolist()
         self.is_fed = False  # whether workers load its missing samples
 
     def __len__(self) -> int:
         return self.end - self.start
 
+    @property
+    def indices(self) -> list[Any]:
+        """The indices of its samples."""
+        return self.block.indices[self.start : self.end].tolist()
+
     def missing(self) -> list[int]:
         """The indices of samples that have no row, each once."""
-        absent = np.flatnonzero(self.block.tiers[self.start : self.end] < 0).tolist()
-        return list(dict.fromkeys([self.indices[i] for i in absent]))
+        absent = self.block.tiers[self.start : self.end] < 0
+        return list(dict.fromkeys(self.block.indices[self.start : self.end][absent].tolist()))
 
     def rows(self) -> Rows | None:
         """The rows of the batch, if they stack, and all were found."""
@@ -226,7 +230,9 @@ class Loader:
             )
         if order["batch_size"] is None and order["batch_sampler"] is None:
             raise OptionError("batch_size=None: a loader makes batches; for single samples, use dataset[i]")
-        self._order: DataLoader[Any] = DataLoader(indices, collate_fn=list, **order)
+        self._order: DataLoader[Any] = DataLoader(indices, **order)
+        # Draws from the generator what a `DataLoader` draws as an epoch begins.
+        self._seeding: DataLoader[Any] = DataLoader(indices, batch_sampler=[], generator=order["generator"])
         DataLoader(indices, num_workers=num_workers, **workers)  # raises for what it does not know
         batches: Any = self._order.batch_sampler
         samplers: dict[int, Any] = {
@@ -270,7 +276,8 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         ours, before = self._generators[0], self._generators[0].get_state()
-        drawn = iter(self._order)  # draws now what a `DataLoader` draws now
+        drawn = map(list, iter(self._order.batch_sampler))
+        iter(self._seeding)
         if not self._resumes:
             self._done = 0
             self.epoch = self.epoch if self._own is None else self._own.epoch
@@ -296,7 +303,7 @@ class Loader:
 
     def made(self, plan: _Plan, ready: dict[int, Any]) -> Any:
         """A batch; workers have loaded the samples in `ready`."""
-        dataset, indices = self.dataset, plan.indices
+        dataset = self.dataset
         source, transform = dataset._source, dataset._recipe.transform
         is_plain = transform is None and self.collate_fn is None
         rows = plan.rows() if is_plain and plan.block.is_current() else None
@@ -304,8 +311,8 @@ class Loader:
             return batch
         with source.holding(ready):
             if is_plain and dataset._recipe.map is not None:
-                return dataset._output(indices)
-            return (self.collate_fn or default_collate)(dataset._samples(indices))
+                return dataset._output(plan.indices)
+            return (self.collate_fn or default_collate)(dataset._samples(plan.indices))
 
     def _found(self, plan: _Plan, rows: Rows) -> list[Any]:
         """The batch of these rows in a list; empty if it must be made in another way."""
