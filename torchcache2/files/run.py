@@ -106,6 +106,8 @@ class Run:
         A key may have none, or several.
         """
         step = max(1, _READ_AT_ONCE // (self._pages_per_block * _PAGE.itemsize))
+        if len(words) > max(step, len(self._first_keys)):
+            return self._find_in_all(words)
         some = [self._find(words[first : first + step]) for first in range(0, max(1, len(words)), step)]
         positions = [found + number * step for number, (found, _) in enumerate(some)]
         return np.concatenate(positions), np.concatenate([entries for _, entries in some])
@@ -120,6 +122,27 @@ class Run:
             positions, columns, found = positions[is_same], columns[is_same], found[is_same]
         _check(pages[positions, columns // _ROWS])
         return positions, found
+
+    def _find_in_all(self, words: Words) -> tuple[Positions, Array]:
+        """The same for more keys than there are blocks: read the run from start to end."""
+        order = np.argsort(words[:, 0], kind="stable")
+        sorted_words = words[order]
+        positions, found = [np.empty(0, np.int64)], [np.empty(0, ENTRY)]
+        for first, end in _ranges(int(self.table["rows"].sum(dtype=np.int64))):
+            begin = int(np.searchsorted(sorted_words[:, 0], np.uint64(first)))
+            stop = int(np.searchsorted(sorted_words[:, 0], np.uint64(end - 1), side="right"))
+            entries = self.between(first, end)
+            at = np.searchsorted(entries["low"], sorted_words[begin:stop, 0])
+            left = np.arange(begin, stop)
+            while len(left):  # a key may have several entries
+                is_there = at < len(entries)
+                is_there[is_there] = entries["low"][at[is_there]] == sorted_words[left[is_there], 0]
+                left, at = left[is_there], at[is_there]
+                is_same = entries["high"][at] == sorted_words[left, 1]
+                positions.append(order[left[is_same]])
+                found.append(entries[at[is_same]])
+                at += 1
+        return np.concatenate(positions), np.concatenate(found)
 
     def between(self, first: int, end: int) -> Array:
         """The entries whose keys' first 8 bytes are at least `first` and less than `end`."""
