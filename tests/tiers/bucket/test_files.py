@@ -56,7 +56,7 @@ def filled(folder):
     with opened(bucket("memory", None), tries=1) as made:
         for name in snapshot(folder):
             if not name.endswith(".lock"):
-                assert made.upload(str(folder / name), name)
+                assert made.write(name, str(folder / name))
         yield made
 
 
@@ -67,7 +67,7 @@ def objects(filled, folder):
     for namespace in NAMESPACES[:2]:
         names = {info.name for info in filled.listing(namespace.hex())}
         for path in segments(folder, namespace):
-            assert path.name in names or filled.upload(str(path), f"{namespace.hex()}/{path.name}")
+            assert path.name in names or filled.write(f"{namespace.hex()}/{path.name}", str(path))
 
 
 def opened_segments(fs, directory, namespace=NAMESPACES[0]):

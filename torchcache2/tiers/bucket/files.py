@@ -15,8 +15,7 @@ from typing import Any
 from torchcache2.core.errors import TorchcacheError
 from torchcache2.files.directory import FINGERPRINT, NAMESPACE_NAME, SEGMENT_NAME, TAG
 from torchcache2.files.filesystem import Descriptor, FileInfo, FileSystem
-from torchcache2.tiers.bucket.objects import Objects, read_heads
-from torchcache2.tiers.bucket.ranges import Pieces, merged
+from torchcache2.tiers.bucket.objects import Objects, Pieces, merged, read_heads
 
 _HEADS = 32  # that are fetched together
 _FIRST_READ = 64 << 10  # bytes, as most heads are shorter
