@@ -163,14 +163,6 @@ def test_an_emulator_needs_no_other_setting(monkeypatch):
         assert time.monotonic() - begun < 10, "it is not asked by gRPC"
 
 
-def test_a_later_connection_does_not_read_the_tables_of_botocore_again(tmp_path, monkeypatch):
-    with opened(bucket("s3", tmp_path)) as objects:
-        session = objects._connection()._fs.session
-        objects._forget()
-        monkeypatch.delattr("aiobotocore.session.AioSession")  # it makes no other one to throw away
-        assert session is not None and objects._connection()._fs.session is session
-
-
 def test_options_that_the_library_does_not_take_are_an_error():
     place = Bucket.of("s3://tc2/folder", storage_options={"nonsense": "not-to-be-shown"})
     with opened(place) as objects, pytest.raises(OptionError, match="nonsense") as found:

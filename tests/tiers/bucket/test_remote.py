@@ -18,7 +18,6 @@ from tests.helpers.storage import (
     NAMESPACES,
     NEVER,
     Unsynced,
-    Watched,
     fill,
     flip,
     found,
@@ -131,19 +130,6 @@ def test_heads_are_kept_and_the_next_process_asks_for_rows_only(place):
     assert second.bucket.objects.listings == []
     (read,) = second.bucket.objects.reads  # one call for a batch
     assert len(read) == 6 and {end - start for _, start, end in read} == {4 * WIDTH}
-
-
-def test_to_open_heads_takes_no_more_calls_than_to_open_segments(place):
-    place.fill(20)
-    assert place.tier().has(keys_of([(0, 0)])).all()
-    disk, remote = Watched(), Watched()
-    tier = DiskTier(place.remote, codec="none", fs=disk)
-    tiers = [(tier, disk), (place.tier(remote), remote)]
-    for one, fs in tiers:
-        fs.calls.clear()
-        assert one.has(keys_of([(19, 9)])).all()
-    assert len(remote.calls) <= len(disk.calls) and remote.calls.count("read") == 20
-    tier.close()
 
 
 def test_neighbours_are_one_range(place):

@@ -43,13 +43,11 @@ class Connection:
     bucket : Bucket
     patience : float
         Seconds that an answer may take, besides the transfer.
-    shared : dict
-        Objects that successive connections reuse, until credentials are refused.
     """
 
     _abandoned: ClassVar[list[Any]] = []
 
-    def __init__(self, bucket: Bucket, patience: float, shared: dict[str, Any]) -> None:
+    def __init__(self, bucket: Bucket, patience: float) -> None:
         self._patience = patience
         kind = _class_of(bucket.url)
         options = {**kind._get_kwargs_from_urls(bucket.url), **bucket.storage_options}
@@ -60,12 +58,6 @@ class Connection:
             self._fs: Any = kind(**options, skip_instance_cache=True)
             return
         options |= {"asynchronous": True, **_time_limits(kind.protocol, options, patience)}
-        if "s3" in kind.protocol and options.keys() < inspect.signature(kind.__init__).parameters.keys():
-            # A botocore session takes a tenth of a second to read its tables, and has no connection, so
-            # forked children may share it. Only s3fs's own options leave the session unchanged.
-            if "session" not in shared:
-                shared["session"] = require("aiobotocore.session", "s3", "a URL").AioSession()
-            options.setdefault("session", shared["session"])
         self._fs = kind(**options, skip_instance_cache=True)
         self._fs.retries = 1  # of s3fs: our callers retry, and watch the clock
         self._asyn = require("fsspec.asyn", "remote", "a URL")

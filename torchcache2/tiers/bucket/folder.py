@@ -4,7 +4,7 @@ The disk tier reads from it as from any folder. Until a segment is here, the ran
 are fetched into memory, all of a batch at once.
 
 Segments are kept once the namespace is *wanted*: when processes have fetched more than a tenth of it, a file
-says so, and one process brings whole segments (`BucketFolder.bring`), those last read first. Every file is
+says so, and one process brings whole segments (`BucketFolder.bring`), oldest first. Every file is
 begun under the folder's lock for deleting, with its full size: so all processes keep to the budget.
 """
 
@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NoReturn
+from typing import Any
 
 from torch.utils.data import get_worker_info
 
@@ -59,10 +59,10 @@ class _Away(Descriptor):
 
 
 class _Batch(threading.local):
-    """What a thread has fetched for a batch, and the last head read, as opening a segment needs it twice."""
+    """What a thread has fetched for a batch."""
 
     def __init__(self) -> None:
-        self.pieces, self.head = Pieces(), ("", b"")
+        self.pieces = Pieces()
 
 
 class BucketFolder(FileSystem):
@@ -93,8 +93,7 @@ class BucketFolder(FileSystem):
         self._objects, self._directory, self._budget = objects, directory, budget
         self._fs = fs = directory.fs
         self._sizes: dict[str, tuple[int, int]] = {}  # sizes of heads and segments, by path
-        self._away: dict[str, set[str]] = {}  # segments listed without being here, by folder
-        self._touched, self._doubted = set[str](), set[str]()
+        self._doubted = set[str]()
         self._full_until = self._coming = self._took = 0.0
         self._may_wait = _MOST_WAIT
         self._batch = _Batch()
@@ -107,13 +106,12 @@ class BucketFolder(FileSystem):
         """The files and folders in a folder, and the segments that have a head."""
         found = self._fs.listing(path)
         away = {info.name.removesuffix(HEAD) for info in found if HEAD_NAME.fullmatch(info.name)}
-        self._away[path] = away = away - {info.name for info in found}
+        away -= {info.name for info in found}
         return sorted([*found, *(FileInfo(name, False, 0, 0.0) for name in away)])
 
     def forget(self, path: str) -> None:
         """Show a segment no more unless it is here: its head is damaged, or the bucket lacks it."""
         self._sizes.pop(path, None)
-        self._batch.head = "", b""
         with contextlib.suppress(OSError):
             self._fs.remove(path + HEAD)
 
@@ -123,14 +121,10 @@ class BucketFolder(FileSystem):
 
     def open(self, path: str) -> Descriptor:
         """Open a file, here or not; `FileNotFoundError` if it is neither here nor in the bucket."""
-        folder, name = os.path.split(path)
-        if name in self._away.get(folder, ()):
-            with contextlib.suppress(FileNotFoundError):
-                return _Away(path, *self.sizes_of(path))
         try:
             return self._fs.open(path)
         except FileNotFoundError:
-            if not SEGMENT_NAME.fullmatch(name):
+            if not SEGMENT_NAME.fullmatch(os.path.basename(path)):
                 raise
             return _Away(path, *self.sizes_of(path))
 
@@ -152,29 +146,19 @@ class BucketFolder(FileSystem):
         `FileNotFoundError` if there is no head, or it is damaged.
         """
         if path not in self._sizes:
-            head = self._head(path)
             try:
+                head = self._fs.read_file(path + HEAD, _MOST_HEAD)
                 start, checksum, size = stated(head[8 : 8 + read_size(head[:8], len(head))], None)
                 if start != len(head) or not checked(head, checksum):
                     raise DamagedError("another checksum")
             except DamagedError as error:
-                self._lose_head(path, error)
+                self._objects.corrupt += 1
+                message = "%s is damaged (%s): it is fetched again"
+                self._objects.tell("head", message, path + HEAD, str(error))
+                self.forget(path)
+                raise FileNotFoundError(path + HEAD) from None
             self._sizes[path] = start, size
         return self._sizes[path]
-
-    def _head(self, path: str) -> bytes:
-        if self._batch.head[0] != path:
-            try:
-                self._batch.head = path, self._fs.read_file(path + HEAD, _MOST_HEAD)
-            except DamagedError as error:
-                self._lose_head(path, error)
-        return self._batch.head[1]
-
-    def _lose_head(self, path: str, error: DamagedError) -> NoReturn:
-        self._objects.corrupt += 1
-        self._objects.tell("head", "%s is damaged (%s): it is fetched again", path + HEAD, str(error))
-        self.forget(path)
-        raise FileNotFoundError(path + HEAD) from None
 
     # Reading.
 
@@ -193,7 +177,7 @@ class BucketFolder(FileSystem):
         if file.local is not None:
             return self._fs.read(file.local, buffers, offset)
         if offset < file.start:
-            return _copied(memoryview(self._head(file.path))[offset : file.start], buffers)
+            return self._fs.read(self._fs.open(file.path + HEAD), buffers, offset)
         if offset >= file.size:
             return 0
         name = self._name(file.path)
@@ -214,7 +198,7 @@ class BucketFolder(FileSystem):
 
     def done(self) -> None:
         """Forget this thread's fetched pieces."""
-        self._batch.pieces, self._batch.head = Pieces(), ("", b"")
+        self._batch.pieces = Pieces()
 
     def doubt(self, path: str) -> bool:
         """Discard a damaged segment, to fetch it again; False if that has happened before."""
@@ -244,10 +228,6 @@ class BucketFolder(FileSystem):
         begun = time.monotonic()
         self._batch.pieces.fetch(self._objects, ranges)
         self._took = time.monotonic() - begun
-        for name in names - self._touched:
-            self._touched.add(name)
-            with contextlib.suppress(OSError):
-                self._fs.touch(self._path(name) + HEAD)  # those read last are brought first
         folder = os.path.dirname(self._path(ranges[0][0]))  # a batch is of one namespace
         self._ask(folder, sum(max(_REQUEST, end - start) for _, start, end in ranges))
 
@@ -345,7 +325,7 @@ class BucketFolder(FileSystem):
                     file = self._fs.create(temporary)
                     begun[name] = temporary, file
                     self._fs.lock(file, exclusive=True)
-                    self._fs.write_all(file, [memoryview(self._head(path))], 0)
+                    self._fs.write_all(file, [memoryview(self._fs.read_file(path + HEAD, _MOST_HEAD))], 0)
                     self._fs.write_all(file, [memoryview(b"\0")], max(start, size - 1))
         except (TimeoutError, NotImplementedError):
             pass  # another process makes room, or there are no locks

@@ -375,9 +375,7 @@ class Mirror:
             here |= {info.name.removesuffix(CORRUPT) for info in one.corrupt}
             self._been_here.update(f"{one.namespace}/{name}" for name in here)
             if one.asked and one.namespace in self._folder.used:
-                # Those read last come first: their heads were touched.
-                heads = sorted(one.heads, key=lambda info: (-info.mtime, info.name))
-                names += [f"{one.namespace}/{info.name.removesuffix(HEAD)}" for info in heads]
+                names += [f"{one.namespace}/{info.name.removesuffix(HEAD)}" for info in one.heads]
         size, some = 0, list[str]()
         for name in names:
             if size < _GROUP and name not in self._been_here | self._folder.bad:

@@ -13,7 +13,7 @@ import random
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torchcache2.core.errors import AwayError, DamagedError, NewerFormatError, OptionError
 from torchcache2.core.logs import ToldOnce
@@ -26,6 +26,7 @@ from torchcache2.tiers.base import Breaker
 from torchcache2.tiers.bucket.connection import Answer, Connection, Kind, Texts, kind_of, size_of
 
 _MOST_TAG, _MOST_TEXT = 4096, 64 << 10  # bytes
+_FIRST_READ = 64 << 10  # bytes, as most heads are shorter
 _FINAL = (Kind.GONE, Kind.SHORT)  # of an object that is read
 _MISTAKES = (TypeError, ValueError, ImportError, AttributeError)  # options that a library refuses
 PIECE = 8 << 20  # bytes of one request; several at once are faster than a long one
@@ -84,7 +85,6 @@ class Objects:
         self._texts = Texts(bucket.storage_options)
         self._using, self._writing = Breaker(pause), Breaker(pause)  # credentials may forbid writing only
         self._lock = ProcessLock()
-        self._shared: dict[str, Any] = {}  # see `Connection`
         self._held: list[Connection] = []  # this process's connection, once made
         self.is_closed = False
         weakref.finalize(self, _close, self._held)
@@ -255,7 +255,6 @@ class Objects:
             except Exception as error:
                 kind = kind_of(error)
                 if kind is Kind.REFUSED:
-                    self._shared.clear()
                     self._forget()  # a new connection reads the credentials again, as they may have expired
                     left = 0 if is_new else 1
                 else:
@@ -291,7 +290,7 @@ class Objects:
             if self.is_closed:
                 raise OSError("it is closed")
             if not self._held:
-                self._held.append(Connection(self.bucket, self._patience, self._shared))
+                self._held.append(Connection(self.bucket, self._patience))
             return self._held[0]
 
     def _forget(self) -> None:
@@ -322,13 +321,13 @@ def _is_gone(content: str | bytes) -> bool:
     return isinstance(content, str) and not os.path.exists(content)
 
 
-def read_heads(objects: Objects, sizes: Mapping[str, int], first: int) -> dict[str, bytes]:
-    """The heads of segments, by name, many at once: their `first` bytes, and then the rest of longer ones.
+def read_heads(objects: Objects, sizes: Mapping[str, int]) -> dict[str, bytes]:
+    """The heads of segments, by name, many at once: their first bytes, and then the rest of longer ones.
 
     Without those that are gone or fail. The others are at least whole unless they are damaged; not checked.
     """
     data = dict.fromkeys(sizes, b"")
-    ends = {name: min(size, first) for name, size in sizes.items()}
+    ends = {name: min(size, _FIRST_READ) for name, size in sizes.items()}
     while ends:
         asked = [(name, len(data[name]), end) for name, end in ends.items()]
         ends = {}

@@ -39,7 +39,6 @@ from torchcache2.tiers.bucket.objects import Objects, read_heads
 
 _RETRY = 2.0  # seconds
 _AT_ONCE = 32  # heads
-_FIRST_READ, _MOST_READ = 16 << 10, 1 << 20  # bytes
 _MOST_TEXT = 16 << 20
 _MILLISECOND = 1_000_000  # nanoseconds
 LEAST_LIMIT = 1 << 30  # bytes allowed for a row of a bucket, however small the folder is
@@ -65,7 +64,6 @@ class Listing:
         self._limit = limit
         self._lock = ProcessLock()
         self._listed = -math.inf
-        self._longest = _FIRST_READ  # of the heads so far
         self._bad: dict[str, int] = {}  # damaged objects, and their sizes then
 
     def is_quiet(self, every: float) -> bool:
@@ -153,7 +151,7 @@ class Listing:
         for is_last in (False, True):  # what is damaged is fetched again, as the transfer may have failed
             damaged = dict[str, int]()
             paths = {f"{folder}/{name}": size for name, size in left.items()}
-            for path, data in read_heads(self._objects, paths, self._longest).items():
+            for path, data in read_heads(self._objects, paths).items():
                 name, size = path.rpartition("/")[2], paths[path]
                 try:
                     head = data[: head_size(data, size)]
@@ -167,7 +165,6 @@ class Listing:
                         where = f"{self._objects.bucket.url}/{path}"
                         self._objects.tell("corrupt", message, where, str(error))
                     continue
-                self._longest = max(self._longest, min(len(head), _MOST_READ))
                 heads[name] = head
             left = damaged
         return heads
