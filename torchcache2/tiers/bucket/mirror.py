@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from torch.utils.data import get_worker_info
 
 from torchcache2.core.errors import AwayError, DamagedError, UnreadableError
-from torchcache2.core.process import AtExit, Forked, ProcessLock, before_pools_end
+from torchcache2.core.process import Forked, ProcessLock, before_pools_end
 from torchcache2.core.sizes import parse_size
 from torchcache2.files.directory import (
     CORRUPT,
@@ -38,7 +38,6 @@ from torchcache2.tiers.base import Breaker
 from torchcache2.tiers.bucket.folder import BucketFolder
 from torchcache2.tiers.bucket.objects import Objects
 
-_EXIT_PRIORITY = 5  # below the disk tier's writer, above a temporary folder
 _AT_ONCE = 4  # uploads
 _GROUP = 128 << 20  # bytes of segments that are brought together
 _FIRST_PAUSE = 0.5  # seconds after a failed upload
@@ -96,7 +95,7 @@ class Mirror:
         self._pid, self._is_closed = -1, False  # the process that has the thread
         self._file: Descriptor | None = None
         Forked.add(self._let_go)  # a child would keep the lock of a parent that is killed
-        before_pools_end(self._flush_at_end)
+        before_pools_end(self._close_at_end)
 
     def begin(self) -> None:
         """Start mirroring in this process, if it should and has not yet; cheap to call again."""
@@ -143,7 +142,6 @@ class Mirror:
         is_ours, self._is_closed = self._runs(), True
         if is_ours:
             self._wake.set()
-            self._exit.cancel()
             if self._thread.ident is not None:
                 self._thread.join(_ENDING)
 
@@ -179,7 +177,6 @@ class Mirror:
         self._done = set[str]()  # files that the bucket has, or that cannot be read here
         self._been_here = set[str]()  # segments: those that have gone since had to make room
         self._breaker = Breaker(_FIRST_PAUSE)
-        self._exit = AtExit(self._close_at_exit, _EXIT_PRIORITY)
         self._thread = threading.Thread(target=self._work, name="torchcache2 mirror", daemon=True)
         self._pid = os.getpid()
         with contextlib.suppress(RuntimeError):  # too many threads, or interpreter exit: `flush` uploads
@@ -299,20 +296,13 @@ class Mirror:
             try:
                 head, nbytes = read_head(self._fs, path)
                 layout, _ = parse_head(head, nbytes, _ANY_SIZE, structured=False)
-                is_ours = layout.namespace.hex() == name.partition("/")[0]  # else the folder was renamed
-            except (FileNotFoundError, UnreadableError) as error:
-                is_ours = False
-                if isinstance(error, DamagedError):
-                    self._objects.corrupt += 1
-                    self._objects.tell("corrupt", "%s is damaged (%s): it is set aside", path, str(error))
-                    with contextlib.suppress(OSError):
-                        self._directory.set_aside(path)
-            except OSError as error:
-                self._objects.tell("unread", "%s cannot be uploaded: %s", path, repr(error))
-                continue
-            if not is_ours:
+                is_useful = layout.namespace.hex() == name.partition("/")[0]  # else the folder was renamed
+            except (OSError, UnreadableError) as error:
+                is_useful = False
+                self._leave(path, error)
+            if not is_useful:
                 self._done.add(name)
-            if not is_ours or self._fs.is_file(path + HEAD):  # another process has just uploaded it
+            if not is_useful or self._fs.is_file(path + HEAD):  # another process has just uploaded it
                 done.append(name)
                 continue
             size += nbytes
@@ -330,6 +320,16 @@ class Mirror:
                 except OSError:
                     self._done.add(name)
         return done
+
+    def _leave(self, path: str, error: Exception) -> None:
+        """Say why a segment is not uploaded, and set it aside if it is damaged."""
+        if isinstance(error, DamagedError):
+            self._objects.corrupt += 1
+            self._objects.tell("corrupt", "%s is damaged (%s): it is set aside", path, str(error))
+            with contextlib.suppress(OSError):
+                self._directory.set_aside(path)
+        elif not isinstance(error, FileNotFoundError):
+            self._objects.tell("unread", "%s is not uploaded: %s", path, repr(error))
 
     def _bytes_there(self) -> int | None:
         """Bytes of the cache in the bucket, as other machines upload, too; None if it fails."""
@@ -356,13 +356,9 @@ class Mirror:
         if isinstance(there, bytes):
             self._done.add(name)
 
-    def _flush_at_end(self) -> None:
+    def _close_at_end(self) -> None:
         if self._runs() and not self._is_closed:
             self._flush_first()
-            self.flush()
-
-    def _close_at_exit(self) -> None:
-        if self._runs():
             self.close()
 
     # Down.
