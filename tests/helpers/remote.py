@@ -19,8 +19,8 @@ FS = FileSystem()
 def upload(objects, path):
     """Bring the sealed segments of a folder to a bucket; their files stay. Returns those that were there."""
     for file in (*Path(path).glob("*/fingerprint.json"), Path(path) / "CACHEDIR.TAG"):
-        objects.upload(str(file), os.path.relpath(file, path))
-    return [file for file in segments(path) if objects.upload(str(file), os.path.relpath(file, path))]
+        objects.write(os.path.relpath(file, path), str(file))
+    return [file for file in segments(path) if objects.write(os.path.relpath(file, path), str(file))]
 
 
 class Below:
@@ -42,8 +42,8 @@ class Below:
     def fetch(self, ranges):
         return self._objects.fetch([(f"{self._folder}/{name}", *rest) for name, *rest in ranges])
 
-    def upload(self, path, name):
-        return self._objects.upload(path, f"{self._folder}/{name}")
+    def write(self, name, content):
+        return self._objects.write(f"{self._folder}/{name}", content)
 
     def close(self):
         pass
@@ -101,7 +101,7 @@ class Emptied:
 
     def _move(self, file):
         with contextlib.suppress(FileNotFoundError):  # it was dropped
-            if self.bucket.objects.upload(str(file), f"{file.parent.name}/{file.name}"):
+            if self.bucket.objects.write(f"{file.parent.name}/{file.name}", str(file)):
                 write_head(FS, str(file), read_head(FS, str(file))[0])
                 self._index.remove_files(bytes.fromhex(file.parent.name), [file.name])
                 file.unlink()

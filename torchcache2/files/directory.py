@@ -72,8 +72,6 @@ NAMESPACE_NAME = re.compile(r"[0-9a-f]{32}")
 SEGMENT_NAME = re.compile(r"[0-7][0-9A-HJKMNP-TV-Z]{25}" + re.escape(SEGMENT))
 RUN_NAME = re.compile(SEGMENT_NAME.pattern.removesuffix(re.escape(SEGMENT)) + re.escape(RUN))
 HEAD_NAME = re.compile(SEGMENT_NAME.pattern + re.escape(HEAD))
-PACK = ".heads"  # in a bucket: the heads of many segments, up to the one that it is named after
-PACK_NAME = re.compile(SEGMENT_NAME.pattern.removesuffix(re.escape(SEGMENT)) + re.escape(PACK))
 NOTE_NAME = re.compile(NAMESPACE_NAME.pattern + re.escape(NOTE))
 _WHOLE_TEXT = f"({re.escape(FINGERPRINT)}|{re.escape(TAG)}|{NOTE_NAME.pattern})"
 _TEMPORARY_TEXT = re.compile(_WHOLE_TEXT + r"\.[0-9A-Z]{26}")
@@ -82,7 +80,6 @@ _KINDS = {
     "segments": SEGMENT_NAME,
     "runs": RUN_NAME,
     "heads": HEAD_NAME,
-    "packs": PACK_NAME,
     "asked": re.compile(re.escape(ASKED)),
     "others": re.compile(re.escape(FINGERPRINT)),
     "corrupt": re.compile(_DATA_TEXT + re.escape(CORRUPT)),
@@ -97,16 +94,15 @@ _KINDS = {
 class Contents:
     """The files of one namespace, which is 32 hexadecimal digits.
 
-    Besides segments: their `runs`; the `heads` of segments in a bucket (in the bucket itself: `packs`);
-    `asked`, a file that says that these are to be brought; `corrupt` files; `temporary` ones being written;
-    and `others`, which is ``fingerprint.json``.
+    Besides segments: their `runs`; the `heads` of segments in a bucket; `asked`, a file that says that these
+    are to be brought; `corrupt` files; `temporary` ones being written; and `others`, which is
+    ``fingerprint.json``.
     """
 
     namespace: str
     segments: list[FileInfo]
     runs: list[FileInfo]
     heads: list[FileInfo]
-    packs: list[FileInfo]
     asked: list[FileInfo]
     corrupt: list[FileInfo]
     temporary: list[FileInfo]

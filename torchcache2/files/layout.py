@@ -14,12 +14,10 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import safetensors.numpy
 from xxhash import xxh3_64_hexdigest
 
 from torchcache2.core.errors import DamagedError, NewerFormatError, TooLargeError, UnserialisableError
@@ -338,32 +336,6 @@ def write_head(fs: FileSystem, path: str, head: bytes) -> None:
     stem = os.path.join(os.path.dirname(path), "")
     content = [memoryview(head)]
     write_whole(fs, path + HEAD, content, stem=stem, suffix=SEGMENT + TEMPORARY, sync=False, sync_name=False)
-
-
-def pack(heads: Mapping[str, tuple[int, bytes]]) -> bytes:
-    """Pack segments' heads into one safetensors file; `heads` has, by name, the segment's size and head."""
-    tensors: dict[str, Array] = {
-        "names": np.frombuffer("".join(heads).encode(), np.uint8).reshape(len(heads), -1),
-        "sizes": np.array([size for size, _ in heads.values()], np.int64),
-        "ends": np.cumsum([len(head) for _, head in heads.values()], dtype=np.int64),
-        "heads": np.frombuffer(b"".join(head for _, head in heads.values()), np.uint8),
-    }
-    return safetensors.numpy.save(tensors)
-
-
-def unpack(data: bytes) -> dict[str, tuple[int, bytes]]:
-    """Undo `pack`, without checking the heads; `DamagedError` if it is not a pack."""
-    try:
-        tensors = safetensors.numpy.load(data)
-        names = [bytes(name).decode("ascii") for name in tensors["names"]]
-        sizes, ends = tensors["sizes"].tolist(), [0, *tensors["ends"].tolist()]
-        heads = tensors["heads"].data
-        return {
-            name: (size, bytes(heads[start:end]))
-            for name, size, (start, end) in zip(names, sizes, pairwise(ends), strict=True)
-        }
-    except (safetensors.SafetensorError, *_UNPARSABLE) as error:
-        raise DamagedError(f"a pack of heads that does not parse, {type(error).__name__}") from None
 
 
 def parse_head(

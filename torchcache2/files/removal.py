@@ -169,7 +169,6 @@ class Removal:
             *contents.asked,
             *contents.corrupt,
             *contents.heads,
-            *contents.packs,
             *contents.runs,
         )
         for info in (*segments, *rest):

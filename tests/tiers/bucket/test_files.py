@@ -2,14 +2,13 @@
 
 import os
 
-import numpy as np
 import pytest
 
 from tests.helpers.buckets import bucket, opened
-from tests.helpers.storage import CPU, NAMESPACES, NEVER, check_values, put, segments, snapshot
+from tests.helpers.storage import NAMESPACES, NEVER, put, segments, snapshot
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.filesystem import Descriptors, FileSystem
-from torchcache2.files.segment import Segment, empty_columns, rows_of
+from torchcache2.files.segment import Segment
 from torchcache2.tiers.bucket.files import BucketFiles
 from torchcache2.tiers.disk.tier import DiskTier
 
@@ -56,7 +55,7 @@ def filled(folder):
     with opened(bucket("memory", None), tries=1) as made:
         for name in snapshot(folder):
             if not name.endswith(".lock"):
-                assert made.upload(str(folder / name), name)
+                assert made.write(name, str(folder / name))
         yield made
 
 
@@ -67,7 +66,7 @@ def objects(filled, folder):
     for namespace in NAMESPACES[:2]:
         names = {info.name for info in filled.listing(namespace.hex())}
         for path in segments(folder, namespace):
-            assert path.name in names or filled.upload(str(path), f"{namespace.hex()}/{path.name}")
+            assert path.name in names or filled.write(f"{namespace.hex()}/{path.name}", str(path))
 
 
 def opened_segments(fs, directory, namespace=NAMESPACES[0]):
@@ -110,23 +109,6 @@ def test_segments_are_opened_many_at_a_time(objects, monkeypatch):
     counts.reads.clear()
     assert sum(map(len, opened_segments(fs, directory, NAMESPACES[1]))) == 10_000
     assert counts.reads == [2, 2]  # the beginnings of both, and what is left of their heads
-
-
-def test_rows_that_are_told_before_come_at_once(objects, monkeypatch):
-    fs = BucketFiles(objects)
-    directory = CacheDirectory(objects.bucket.url, fs)
-    some = list(opened_segments(fs, directory, NAMESPACES[1]))
-    counts = Counting(objects, monkeypatch)
-    rows = np.array([4000, 7, 8, 4999])
-    for one in some:
-        one.read_ahead(rows)
-    for number, one in enumerate(some):
-        ((schema, _),) = one.schemas(rows)
-        columns = empty_columns(schema, len(rows))
-        assert one.read(rows, columns, np.arange(len(rows)))
-        names = [(number, row) for row in rows.tolist()]
-        check_values(rows_of(schema, columns, len(rows)).to_pytree(device=CPU), names, WIDTH)
-    assert len(counts.reads) == 1 and counts.reads[0] <= 4
 
 
 def test_a_segment_that_is_read_as_a_whole_takes_one_more_read(objects, monkeypatch):

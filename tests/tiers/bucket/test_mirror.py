@@ -29,15 +29,12 @@ from tests.helpers.storage import (
     wait_until,
     warnings_of,
 )
-from torchcache2.files import removal
+from tests.helpers.threads import run_at_once
 from torchcache2.files.directory import ASKED, FINGERPRINT, MIRROR, TAG, TAG_TEXT, CacheDirectory
-from torchcache2.files.filesystem import ulid
-from torchcache2.files.layout import unpack
-from torchcache2.tiers.bucket import downloads
+from torchcache2.files.filesystem import open_to_lock
 from torchcache2.tiers.bucket.folder import BucketFolder
-from torchcache2.tiers.bucket.mirror import Mirror, MirrorLock
+from torchcache2.tiers.bucket.mirror import Mirror
 from torchcache2.tiers.bucket.objects import Objects
-from torchcache2.tiers.bucket.uploads import Transfer, Uploads
 from torchcache2.tiers.disk import sealing
 
 FOLDER = NAMESPACES[0].hex()
@@ -55,15 +52,12 @@ class Slow(Objects):
         self.written, self.gate, self.stopped = [], threading.Event(), threading.Event()
         self.gate.set()
 
-    def upload(self, path, name):
-        self.stopped.set()
-        assert self.gate.wait(30)
-        self.written.append(name)
-        return super().upload(path, name)
-
-    def write(self, name, data):
-        self.written.append(name)
-        return super().write(name, data)
+    def write_all(self, contents):
+        if isinstance(contents[0][1], str):  # segments
+            self.stopped.set()
+            assert self.gate.wait(30)
+        self.written += [name for name, _ in contents]
+        return super().write_all(contents)
 
 
 @contextlib.contextmanager
@@ -72,8 +66,9 @@ def mirrored(objects, path, budget=10**7, fs=None, mirror_fs=None, **options):
     fs = Unsynced() if fs is None else fs
     disk = mirrored_disk(path, budget, fs=fs)
     directory = disk.directory if mirror_fs is None else CacheDirectory(str(path), mirror_fs)
-    options = {"pause": 0.01, "silence": 5.0} | options
+    options = {"pause": 0.01, "patience": 5.0} | options
     folder = BucketFolder(objects, directory, budget)
+    folder.used.update(namespace.hex() for namespace in NAMESPACES)
     mirror = Mirror(objects, directory, folder, budget, disk.flush, **options)
     mirror.begin()
     try:
@@ -146,31 +141,6 @@ def test_a_bucket_becomes_what_the_folder_is_and_another_folder_what_the_bucket_
             assert len(found(disk, names_of(range(3)), WIDTH)) == 3 * ROWS
         tier.close()
         assert objects.faults == objects.corrupt == 0
-
-
-@pytest.mark.slow
-def test_the_heads_of_many_segments_are_packed_once_and_again_when_there_are_many_more(tmp_path):
-    place = bucket("file", tmp_path)
-
-    def packs():
-        return {name: size for name, size in there(objects).items() if name.endswith(".heads")}
-
-    with opened(place) as objects:
-        for numbers, count in [(range(32), 1), (range(40, 60), 1), (range(60, 75), 2)]:
-            with mirrored(objects, tmp_path / "one") as (disk, mirror):
-                seal_some(disk, numbers)
-                mirror.flush()
-            assert len(packs()) == count
-        names = set()
-        for name, size in packs().items():
-            some = unpack(objects.read([(f"{FOLDER}/{name}", 0, size)])[0])
-            assert not names & some.keys() and max(some).partition(".")[0] == name.partition(".")[0]
-            names |= some.keys()
-        assert names == here(tmp_path / "one").keys()
-        with mirrored(objects, tmp_path / "two") as (disk, mirror):  # a reader writes none
-            assert len(found(disk, names_of(range(32)), WIDTH)) == 0
-            mirror.flush()
-        assert len(packs()) == 2
 
 
 def test_the_tag_comes_first_and_a_fingerprint_last(slow, path):
@@ -303,8 +273,12 @@ disk = mirrored_disk(path)
 mirror = Mirror(objects, disk.directory, disk.bucket.folder, 10**7, disk.flush, pause=0.01)
 mirror.begin()
 if what == "fork":
-    import os
-    wait_until(lambda: mirror._sole._holds)
+    import os, threading
+    begun = threading.Event()
+    objects.write_all = lambda contents: begun.set() or time.sleep(60)
+    put(disk, [(0, 0)], 1000)
+    disk.flush()
+    assert begun.wait(30)
     if os.fork() == 0:
         print("child", flush=True)
         time.sleep(60)
@@ -334,44 +308,31 @@ def test_a_process_uploads_before_it_ends_although_nobody_closes_anything(tmp_pa
     check_whole(place, tmp_path, range(3))
 
 
+def locked(path):
+    """The lock of the mirror's file; None if another process has it."""
+    file = open_to_lock(Unsynced(), str(path / MIRROR))
+    return file if Unsynced().lock(file, exclusive=True) else None
+
+
 def test_a_forked_child_does_not_keep_the_lock_of_a_parent_that_is_killed(tmp_path):
     place = bucket("file", tmp_path)
-    process = start(tmp_path / "local", place, "fork").until("sealed").until("child")
-    lock = MirrorLock(CacheDirectory(str(tmp_path / "local"), Unsynced()))
-    assert lock.take() is False
+    process = start(tmp_path / "local", place, "fork").until("child")
+    assert locked(tmp_path / "local") is None
     process.send(signal.SIGKILL)
     process.wait()
-    wait_until(lock.take, seconds=5)
-    lock.release()
+    wait_until(lambda: locked(tmp_path / "local"), seconds=5)
 
 
 def test_what_half_an_upload_has_left_is_replaced(slow, path, tmp_path):
     fill(path, 2)
-    first, second = segments(path)
+    first, _ = segments(path)
     half = Path(slow.bucket.url.removeprefix("file://"), FOLDER)
     half.mkdir(parents=True)
-    shutil.copy(second, half)
     (half / first.name).write_bytes(first.read_bytes()[:SEGMENT])
     with mirrored(slow, path) as (_, mirror):
         mirror.flush()
-        assert heads(path) == [first.name, second.name]
-        assert f"{FOLDER}/{second.name}" not in slow.written
-    check_whole(slow.bucket, tmp_path, range(2))
-
-
-def test_what_the_bucket_has_lost_is_uploaded_again(slow, path, tmp_path):
-    with mirrored(slow, path) as (disk, mirror):
-        seal_some(disk, range(3))
-        mirror.flush()
-    names = [f"{FOLDER}/{file.name}" for file in segments(path)]
-    slow.remove(names[:2])
-    segments(path)[0].unlink()  # it is lost altogether
-    slow.written.clear()
-    with mirrored(slow, path) as (_, mirror):
-        mirror.flush()
-        mirror.flush()
-        assert slow.written == names[1:2]
         assert heads(path) == [file.name for file in segments(path)]
+    check_whole(slow.bucket, tmp_path, range(2))
 
 
 def test_a_damaged_segment_is_not_uploaded(slow, path, log):
@@ -425,14 +386,6 @@ def test_a_bucket_that_is_left_out_is_not_waited_for_and_told_once(tmp_path, log
         assert "uploaded when it is used again" in told[1]
 
 
-def test_files_that_are_gone_are_not_tried_again(slow, path):
-    directory = CacheDirectory(str(path), Unsynced())
-    directory.create()
-    for name in (FINGERPRINT, f"{ulid()}.safetensors", f"{ulid()}.heads"):
-        assert Uploads(slow, directory).upload(Transfer(FOLDER, name)) is True
-    assert set(slow.written) <= {TAG}
-
-
 def test_over_remote_size_uploads_end_with_one_warning(tmp_path, log):
     place = bucket("file", tmp_path, remote_size=3 * SEGMENT)
     with opened(place) as objects, mirrored(objects, tmp_path / "local") as (disk, mirror):
@@ -480,7 +433,7 @@ def test_a_local_folder_that_is_deleted_begins_anew(slow, path):
         assert heads(path) == [file.name for file in segments(path)] and len(there(slow)) == 4
 
 
-def test_a_full_disk_keeps_heads_in_memory_and_downloads_wait(slow, path, log):
+def test_a_process_that_can_write_no_heads_uploads_once(slow, path, log):
     fill(path, 2)
 
     class Full(Unsynced):
@@ -491,10 +444,10 @@ def test_a_full_disk_keeps_heads_in_memory_and_downloads_wait(slow, path, log):
         mirror.flush()
         assert len(there(slow)) == 3 and heads(path) == []
         mirror.flush()
-        assert len(slow.written) == 4  # nothing is uploaded twice
+        assert len(slow.written) == 4
     with mirrored(slow, path) as (_, mirror):
         mirror.flush()
-        assert len(heads(path)) == 2 and len(slow.written) == 4
+        assert len(heads(path)) == 2
     assert warnings_of(log) == []
 
 
@@ -585,21 +538,14 @@ def test_an_object_that_is_gone_is_no_fault(filled, log):
 
 
 @pytest.mark.slow
-def test_an_unused_namespace_is_seldom_asked_for(filled, monkeypatch):
+def test_a_namespace_that_this_process_does_not_use_is_not_brought(filled):
     objects, path, _ = filled
-    asked, begun = [], time.monotonic()
-
-    def in_use(directory, namespace):
-        asked.append(namespace)
-        return removal.in_use(directory, namespace)
-
-    monkeypatch.setattr(downloads, "in_use", in_use)
-    with mirrored(objects, path):  # looks every 10 ms
-        wait_until(lambda: len(asked) >= 2)
-        time.sleep(0.5)
-        count = len(asked)
-    assert count <= 1 + (time.monotonic() - begun) / 0.3
-    assert len(segments(path)) == 0
+    with mirrored(objects, path, pause=60.0) as (_, mirror):
+        mirror._folder.used.clear()
+        for _ in range(3):
+            mirror.wake()
+            time.sleep(0.1)
+        assert segments(path) == []
 
 
 @pytest.mark.slow
@@ -628,47 +574,38 @@ def test_a_full_disk_gets_segments_when_there_is_room_again(filled, monkeypatch,
 # Processes
 
 
-def test_one_of_several_mirrors_and_another_takes_over(slow, path):
-    with mirrored(slow, path) as (disk, mirror):
-        mirror.flush()
-        with opened(slow.bucket) as others:
-            second = Slow(slow.bucket)
-            with mirrored(second, path) as (_, other):
-                seal_some(disk, range(2))
-                other.flush()  # it waits for the first one
-                assert len(heads(path)) == 2 and second.written == []
-                mirror.close()
-                seal_some(disk, range(2, 4))
-                other.flush()
-                assert len(heads(path)) == 4 and len(there(others)) == 5
-                assert len(second.written) == 2
-            second.close()
+def test_of_several_mirrors_one_uploads_each_segment_and_all_wait_for_it(slow, path):
+    second = Slow(slow.bucket)
+    with mirrored(slow, path) as (disk, mirror), mirrored(second, path) as (_, other):
+        for number in range(4):
+            seal_some(disk, [number])
+            run_at_once(mirror.flush, other.flush)
+            assert len(heads(path)) == number + 1
+        mirror.close()
+        seal_some(disk, [4])
+        other.flush()
+        assert heads(path) == [file.name for file in segments(path)] and len(there(slow)) == 6
+    written = [name for name in slow.written + second.written if name.endswith(".safetensors")]
+    assert len(written) == len(set(written)) == 5
+    second.close()
 
 
 def test_who_waits_for_a_process_that_does_nothing_gives_up(slow, path, log):
-    lock = MirrorLock(CacheDirectory(str(path), Unsynced()))
     fill(path, 2)
-    assert lock.take()
-    with mirrored(slow, path, silence=0.2) as (_, mirror):
+    (path / MIRROR).touch()
+    lock = locked(path)
+    with mirrored(slow, path, patience=0.2, pause=0.1) as (_, mirror):
         mirror.flush()
         mirror.flush()
-        assert slow.written == [] and len(warnings_of(log)) == 1
-        lock.release()
+        assert slow.written == [] and len(warnings_of(log)) == 1 and mirror.is_uploading()
+        lock.close()
         wait_until(lambda: len(heads(path)) == 2)
 
 
-@pytest.mark.slow
-def test_who_waits_without_threads_looks_now_and_then(slow, path, monkeypatch):
-    lock = MirrorLock(CacheDirectory(str(path), Unsynced()))
+def test_who_waits_without_threads_uploads(slow, path, monkeypatch):
     fill(path, 2)
-    assert lock.take()
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    looks, look = [], Mirror._round
-    monkeypatch.setattr(Mirror, "_round", lambda self: (looks.append(self), look(self)))
-    with mirrored(slow, path, silence=0.5, pause=0.1) as (_, mirror):
-        mirror.flush()
-        assert slow.written == [] and 2 <= len(looks) <= 10
-        lock.release()
+    with mirrored(slow, path) as (_, mirror):
         mirror.flush()
         assert len(heads(path)) == 2
 
@@ -684,16 +621,6 @@ def test_a_folder_that_cannot_be_listed_is_told_to_who_waits_without_threads(slo
         mirror.flush()
     (warning,) = warnings_of(log)
     assert "the mirror of" in warning.getMessage() and slow.written == []
-
-
-def test_the_lock_is_taken_again_when_its_file_is_deleted(path):
-    path.mkdir()
-    first, second = (MirrorLock(CacheDirectory(str(path), Unsynced())) for _ in range(2))
-    assert first.take() and second.take() is False
-    (path / MIRROR).unlink()
-    assert bool(first.take()) != bool(second.take())
-    first.release()
-    second.release()
 
 
 def test_no_thread_stays_after_close(slow, path):

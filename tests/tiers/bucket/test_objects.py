@@ -38,7 +38,7 @@ def test_what_is_written_is_listed_read_and_removed(objects, tmp_path, log):
     begun = time.time()
     assert objects.write("CACHEDIR.TAG", TAG_TEXT.encode()) and objects.write("a/one", b"0123456789")
     (tmp_path / "local").write_bytes(b"of a file")
-    assert objects.upload(str(tmp_path / "local"), "a/two") and objects.write("a/none", b"")
+    assert objects.write("a/two", str(tmp_path / "local")) and objects.write("a/none", b"")
     size = len(TAG_TEXT)
     assert [info[:3] for info in objects.listing()] == [("CACHEDIR.TAG", False, size), ("a", True, 0)]
     listed = objects.listing("a")
@@ -60,7 +60,7 @@ def test_what_is_written_is_listed_read_and_removed(objects, tmp_path, log):
 
 def test_a_local_file_that_cannot_be_read_is_no_fault(memory, tmp_path):
     memory.write("one", b"1")
-    assert not memory.upload(str(tmp_path / "nothing"), "two")
+    assert not memory.write("two", str(tmp_path / "nothing"))
     assert memory.faults == 0 and memory.read([("one", 0, 1)]) == [b"1"]
 
 
@@ -96,12 +96,6 @@ def test_a_folder_has_files_only_that_can_be_read_without_waiting(file):
     assert [info.name for info in file.listing()] == ["one"]
 
 
-def test_a_file_is_no_folder(file):
-    file.write("one", b"1")
-    with opened(Bucket.of(f"{file.bucket.url}/one")) as inside, pytest.raises(OptionError, match="is a file"):
-        inside.check()
-
-
 @pytest.mark.slow
 def test_a_half_object_of_a_folder_is_seen_under_another_name_only(file, tmp_path, monkeypatch):
     seen = []
@@ -114,7 +108,7 @@ def test_a_half_object_of_a_folder_is_seen_under_another_name_only(file, tmp_pat
 
     monkeypatch.setattr(os, "replace", look)
     (tmp_path / "local").write_bytes(b"1")
-    assert file.upload(str(tmp_path / "local"), f"a/{name}")
+    assert file.write(f"a/{name}", str(tmp_path / "local"))
     assert seen == [[f"{name}.tmp"]] and [info.name for info in file.listing("a")] == [name]
 
     def fail(old, new):
@@ -167,14 +161,6 @@ def test_an_emulator_needs_no_other_setting(monkeypatch):
         objects.check()
         assert objects.write("one", b"1") and objects.read([("one", 0, 1)]) == [b"1"]
         assert time.monotonic() - begun < 10, "it is not asked by gRPC"
-
-
-def test_a_later_connection_does_not_read_the_tables_of_botocore_again(tmp_path, monkeypatch):
-    with opened(bucket("s3", tmp_path)) as objects:
-        session = objects._connection()._fs.session
-        objects._forget()
-        monkeypatch.delattr("aiobotocore.session.AioSession")  # it makes no other one to throw away
-        assert session is not None and objects._connection()._fs.session is session
 
 
 def test_options_that_the_library_does_not_take_are_an_error():

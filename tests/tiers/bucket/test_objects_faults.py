@@ -82,10 +82,10 @@ def test_an_upload_that_is_cut_is_done_again(failing, fault, log, tmp_path):
     (tmp_path / "local").write_bytes(DATA * 20)
     proxy.times = 1
     setattr(proxy, fault, (FAULTS | {"cut_up": 60_000})[fault])
-    assert objects.upload(str(tmp_path / "local"), "two")
+    assert objects.write("two", str(tmp_path / "local"))
     assert objects.read([("two", 0, 20 * len(DATA))]) == [DATA * 20]
     proxy.times = None
-    assert not objects.upload(str(tmp_path / "local"), "three")
+    assert not objects.write("three", str(tmp_path / "local"))
     proxy.heal()
     wait_for_the_pause(objects)
     listing = objects.listing()

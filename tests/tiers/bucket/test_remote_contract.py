@@ -44,10 +44,8 @@ class TestBuckets(TierContract):
     def test_stats_count_rows_and_bytes(self, tier):
         put(tier, range(100), 250)
         tier.flush()
-        stats = tier.stats()
-        assert stats.rows == 100 and stats.bytes < 10_000  # the bytes are those of the folder
         assert found(tier, range(100), 250) == list(range(100))
-        assert 20_000 < tier.stats().bytes < 200_000
+        assert tier.stats().rows == 100 and tier.stats().bytes < 10_000  # those of the folder
 
     # Each of their cases is quick, but not on each kind of bucket.
     test_every_dtype_comes_back_bit_by_bit = fewer(4, TierContract.test_every_dtype_comes_back_bit_by_bit)

@@ -1,20 +1,18 @@
 """`Connection`: one process's fsspec file system for a bucket; every call has a time limit.
 
-It calls only what fsspec and its libraries document: the coroutine of each operation, in our own event loop.
+It calls only what fsspec and its libraries document: the coroutine of each operation, in fsspec's event loop.
 Also here: the meaning of these libraries' errors (`kind_of`), and their text without secrets (`Texts`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import datetime
 import enum
 import inspect
 import os
 import re
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -29,8 +27,8 @@ _SLOWEST = float(1 << 20)  # bytes a second: a connection that is slower counts 
 _REQUESTS = 50.0  # requests a second: slower ones count as hanging
 _CLOSING = 2.0  # seconds
 _TIMES = ("mtime", "LastModified", "last_modified", "created")  # when an object was written
-LOOP_THREAD = "torchcache2 bucket"
-Answer = Any  # the bytes of a range, or the exception
+Answer = Any  # to one of many requests: such as the bytes of a range, or the exception
+_Call = tuple[str, tuple[Any, ...], dict[str, int]]  # a method of the file system, and its arguments
 
 
 class Connection:
@@ -38,52 +36,34 @@ class Connection:
 
     An asynchronous file system keeps connections open, and a forked child shares the `epoll` of their event
     loop with its parent: what the child closes, the parent loses. So a child must `abandon` the inherited
-    connection before the garbage collector frees any of it, and make its own.
+    connection before the garbage collector frees any of it, and make its own, in fsspec's new loop.
 
     Parameters
     ----------
     bucket : Bucket
     patience : float
         Seconds that an answer may take, besides the transfer.
-    shared : dict
-        Objects that successive connections reuse, until credentials are refused.
     """
 
     _abandoned: ClassVar[list[Any]] = []
 
-    def __init__(self, bucket: Bucket, patience: float, shared: dict[str, Any]) -> None:
+    def __init__(self, bucket: Bucket, patience: float) -> None:
         self._patience = patience
         kind = _class_of(bucket.url)
         options = {**kind._get_kwargs_from_urls(bucket.url), **bucket.storage_options}
         self._root = kind._strip_protocol(bucket.url).rstrip("/")
         self._is_async = bool(kind.async_impl)
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._client: Any = None
         if not self._is_async:
             self._fs: Any = kind(**options, skip_instance_cache=True)
             return
-        options |= {"asynchronous": True, "loop": None, **_time_limits(kind.protocol, options, patience)}
-        if "s3" in kind.protocol and options.keys() < inspect.signature(kind.__init__).parameters.keys():
-            # A botocore session takes a tenth of a second to read its tables, and has no connection, so
-            # forked children may share it. Only s3fs's own options leave the session unchanged.
-            if "session" not in shared:
-                shared["session"] = require("aiobotocore.session", "s3", "a URL").AioSession()
-            options.setdefault("session", shared["session"])
+        options |= {"asynchronous": True, **_time_limits(kind.protocol, options, patience)}
         self._fs = kind(**options, skip_instance_cache=True)
         self._fs.retries = 1  # of s3fs: our callers retry, and watch the clock
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=_run, args=(self._loop,), name=LOOP_THREAD, daemon=True)
-        self._thread.start()
-        try:
-            if hasattr(self._fs, "set_session"):  # s3fs takes a while before its first request
-                self._client = self._wait(self._fs.set_session, seconds=_CONNECT + patience)
-        except BaseException:
-            self.close()
-            raise
-
-    def is_file(self) -> bool:
-        """Whether the URL is a file, on file systems with real folders."""
-        return not self._is_async and bool(self._fs.isfile(self._root))
+        self._asyn = require("fsspec.asyn", "remote", "a URL")
+        self._loop = self._asyn.get_loop()
+        if hasattr(self._fs, "set_session"):  # s3fs takes a while before its first request
+            self._client = self._wait(self._fs.set_session, seconds=_CONNECT + patience)
 
     def ask_for_bucket(self) -> None:
         """Raise `FileNotFoundError` if there is no bucket: it is the first part of the path.
@@ -94,13 +74,18 @@ class Connection:
             self._wait(self._fs._info, self._root.lstrip("/").partition("/")[0], seconds=self._patience)
 
     def listing(self, folder: str) -> list[FileInfo]:
-        """The files and folders in a folder, in order; `FileNotFoundError` if there are none."""
+        """The files and folders in a folder, in order."""
         self._fs.invalidate_cache()
         path = self._path(folder)
-        if self._is_async:
-            infos = self._wait(self._fs._ls, path, detail=True, seconds=3 * self._patience)
-        else:
-            infos = self._fs.ls(path, detail=True)
+        try:
+            if self._is_async:
+                infos = self._wait(self._fs._ls, path, detail=True, seconds=3 * self._patience)
+            else:
+                infos = self._fs.ls(path, detail=True)
+        except Exception as error:
+            if kind_of(error) is not Kind.GONE:
+                raise
+            return []
         found = set()
         for info in infos:
             whole = str(info["name"])
@@ -115,35 +100,42 @@ class Connection:
 
     def read(self, ranges: Sequence[tuple[str, int, int]]) -> list[Answer]:
         """Read ranges ``(name, start, end)``, many at once: for each its bytes, fewer, or the exception."""
-        parts = [((self._path(name),), {"start": start, "end": end}) for name, start, end in ranges]
-        return self._together("cat_file", parts, sum(end - start for _, start, end in ranges))
+        size = sum(end - start for _, start, end in ranges)
+        return self._together(
+            [("cat_file", (self._path(name),), {"start": start, "end": end}) for name, start, end in ranges],
+            size,
+        )
 
-    def upload(self, path: str, name: str) -> None:
-        """Write a local file to an object."""
-        self._place(name, "put_file", lambda place: (path, place), os.path.getsize(path))
-
-    def write(self, name: str, data: bytes) -> None:
-        """Write an object of some bytes."""
-        self._place(name, "pipe_file", lambda place: (place, data), len(data))
+    def write(self, contents: Sequence[tuple[str, str | bytes]]) -> list[Answer]:
+        """Write objects, all at once, of bytes or from local files: for each the exception, if any."""
+        if not self._is_async:
+            return [_tried(self._place, *one) for one in contents]
+        size = sum(map(size_of, (content for _, content in contents)))
+        return self._together([_writing(self._path(name), content) for name, content in contents], size)
 
     def remove(self, names: Sequence[str]) -> list[Answer]:
         """Delete objects, many at once: for each None, or the exception."""
-        return self._together("rm_file", [((self._path(name),), {}) for name in names])
+        return self._together([("rm_file", (self._path(name),), {}) for name in names])
 
     def close(self) -> None:
-        """Close the connections, and stop the event loop."""
-        loop, self._loop = self._loop, None
-        if loop is None or loop.is_closed():
-            return
-        future = asyncio.run_coroutine_threadsafe(self._end(), loop)
-        future.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.stop))
-        if threading.current_thread() is not self._thread:  # the garbage collector may call this there
-            self._thread.join(_CLOSING)
+        """Close the connections."""
+        if sessions := self._sessions():
+            self._client, closing = None, asyncio.run_coroutine_threadsafe(_end(sessions), self._loop)
+            if not self.is_here():  # the garbage collector may call this in the loop's thread
+                with contextlib.suppress(Exception):
+                    closing.result(_CLOSING)
+
+    def is_here(self) -> bool:
+        """Whether this thread runs the event loop, and so cannot wait for an answer."""
+        try:
+            return self._is_async and asyncio.get_running_loop() is self._loop
+        except RuntimeError:
+            return False
 
     def abandon(self) -> None:
         """In a forked child, keep all inherited connections alive, and close none."""
         sessions = self._sessions()
-        self._abandoned.append((self, self._loop, [getattr(one, "connector", None) for one in sessions]))
+        self._abandoned.append((self, [getattr(one, "connector", None) for one in sessions]))
         for session in sessions:
             if hasattr(session, "detach"):  # aiohttp: marks it as closed, leaving its sockets open
                 session.detach()
@@ -151,63 +143,41 @@ class Connection:
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
 
-    def _seconds(self, size: int, requests: int = 1) -> float:
-        """Seconds that a call may take for so many bytes and requests."""
-        return self._patience + size / _SLOWEST + requests / _REQUESTS
-
     def _wait(self, function: Any, *args: Any, seconds: float, **options: Any) -> Any:
-        loop = self._loop
-        if loop is None:
-            raise OSError("it is closed")
-        future = asyncio.run_coroutine_threadsafe(function(*args, **options), loop)
         try:
-            return future.result(seconds)
-        except concurrent.futures.TimeoutError:
-            if future.done():
-                raise
-            future.cancel()
+            return self._asyn.sync(self._loop, function, *args, timeout=seconds, **options)
+        except asyncio.TimeoutError:
             raise TimeoutError(f"no answer within {seconds:.1f} s") from None
-        except concurrent.futures.CancelledError:  # closed by another thread
-            raise OSError("it is closed") from None
 
-    def _together(
-        self, method: str, calls: Sequence[tuple[tuple[str, ...], dict[str, int]]], size: int = 0
-    ) -> list[Answer]:
-        """Call a method of the file system many times at once; returns results or exceptions."""
+    def _together(self, calls: Sequence[_Call], size: int = 0) -> list[Answer]:
+        """Call methods of the file system at once, which move so many bytes: their results or exceptions."""
         if not self._is_async:
-            return [_tried(getattr(self._fs, method), *args, **options) for args, options in calls]
-        function = getattr(self._fs, f"_{method}")
+            return [_tried(getattr(self._fs, method), *args, **options) for method, args, options in calls]
 
         async def together() -> list[Answer]:
             gate = asyncio.Semaphore(_AT_ONCE)
 
-            async def one(args: tuple[str, ...], options: dict[str, int]) -> Answer:
+            async def one(method: str, args: tuple[Any, ...], options: dict[str, int]) -> Answer:
                 async with gate:
-                    return await function(*args, **options)
+                    return await getattr(self._fs, f"_{method}")(*args, **options)
 
             return await asyncio.gather(*[one(*call) for call in calls], return_exceptions=True)
 
-        found: list[Answer] = self._wait(together, seconds=self._seconds(size, len(calls))) if calls else []
+        seconds = self._patience + size / _SLOWEST + len(calls) / _REQUESTS
+        found: list[Answer] = self._wait(together, seconds=seconds) if calls else []
         return found
 
-    def _place(self, name: str, method: str, args: Callable[[str], tuple[Any, ...]], size: int) -> None:
-        """Write an object; under a temporary name first, if readers could see it half written.
-
-        ``args(path)`` are the arguments of the file system's method that writes `size` bytes there.
-        """
+    def _place(self, name: str, content: str | bytes) -> None:
+        """Write a file; under a temporary name first, if readers could see it half written."""
         path = self._path(name)
-        if self._is_async:
-            self._wait(getattr(self._fs, f"_{method}"), *args(path), seconds=self._seconds(size))
-            return
-        write = getattr(self._fs, method)
         self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-        if "file" not in self._fs.protocol:
-            write(*args(path))
-            return
+        is_visible = "file" in self._fs.protocol
         temporary = path + TEMPORARY if path.endswith(SEGMENT) else f"{path}.{ulid()}"
+        method, args, _ = _writing(temporary if is_visible else path, content)
         try:
-            write(*args(temporary))
-            os.replace(temporary, path)
+            getattr(self._fs, method)(*args)
+            if is_visible:
+                os.replace(temporary, path)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
@@ -221,24 +191,30 @@ class Connection:
                 found.append(getattr(self._fs, name, None))
         return [one for one in found if one is not None]
 
-    async def _end(self) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        for one in self._sessions():
-            closing = one.close() if hasattr(one, "close") else None
-            if inspect.isawaitable(closing):
-                with contextlib.suppress(Exception):  # a failing session needs nothing more
-                    await asyncio.wait_for(closing, _CLOSING)
-        if others:
-            await asyncio.wait(others, timeout=_CLOSING)
+
+async def _end(sessions: list[Any]) -> None:
+    for one in sessions:
+        closing = one.close() if hasattr(one, "close") else None
+        if inspect.isawaitable(closing):
+            with contextlib.suppress(Exception):  # a failing session needs nothing more
+                await asyncio.wait_for(closing, _CLOSING)
 
 
-def _run(loop: asyncio.AbstractEventLoop) -> None:
-    try:
-        loop.run_forever()
-    finally:
-        loop.close()
+def size_of(content: str | bytes) -> int:
+    """Bytes to be written: of a local file, which may be gone, or these."""
+    if isinstance(content, bytes):
+        return len(content)
+    with contextlib.suppress(OSError):
+        return os.path.getsize(content)
+    return 0
+
+
+def _writing(path: str, content: str | bytes) -> _Call:
+    return (
+        ("pipe_file", (path, content), {})
+        if isinstance(content, bytes)
+        else ("put_file", (content, path), {})
+    )
 
 
 def _class_of(url: str) -> Any:

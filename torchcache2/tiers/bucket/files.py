@@ -1,7 +1,7 @@
 """`BucketFiles`: a folder in a bucket as a read-only file system, for commands that read all of it.
 
 It makes few requests: heads of segments, which are opened one after another, are fetched many together, and
-so are the ranges that `will_need` names; everything else in large pieces. It writes nothing.
+everything else in large pieces. It writes nothing.
 """
 
 from __future__ import annotations
@@ -15,14 +15,11 @@ from typing import Any
 from torchcache2.core.errors import TorchcacheError
 from torchcache2.files.directory import FINGERPRINT, NAMESPACE_NAME, SEGMENT_NAME, TAG
 from torchcache2.files.filesystem import Descriptor, FileInfo, FileSystem
-from torchcache2.tiers.bucket.objects import Objects, read_heads
-from torchcache2.tiers.bucket.ranges import Pieces, merged
+from torchcache2.tiers.bucket.objects import Objects, Pieces, read_heads
 
 _HEADS = 32  # that are fetched together
 _FIRST_READ = 64 << 10  # bytes, as most heads are shorter
-_GAP = 64 << 10  # unneeded bytes that cost less than another request
-_AHEAD = 8 << 20  # bytes that are read at once
-_MOST = 256 << 20  # bytes that are fetched ahead
+_AHEAD = 128 << 20  # bytes that are read at once
 
 
 class BucketError(TorchcacheError):
@@ -77,10 +74,6 @@ class BucketFiles(FileSystem):
             raise self._gone(path)
         return _Object(self._name(path), info.size)
 
-    def edit(self, path: str) -> Descriptor:
-        """As `open`, for locks, which do nothing here."""
-        return self.open(path)
-
     def create(self, path: str) -> Descriptor:
         """Nothing is written."""
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
@@ -89,28 +82,9 @@ class BucketFiles(FileSystem):
         """Nothing is written."""
         self.create(path)
 
-    def is_away(self, file: Descriptor) -> bool:
-        """All is."""
-        return True
-
     def size(self, file: Descriptor) -> int:
         """Bytes of an object."""
         return _of(file).size
-
-    def links(self, file: Descriptor) -> int:
-        """An object has one name."""
-        return 1
-
-    def same(self, file: Descriptor, path: str) -> bool:
-        """Whether an object has this path."""
-        return self.exists(path) and _of(file).name == self._name(path)
-
-    def lock(self, file: Descriptor, *, exclusive: bool) -> bool | None:
-        """There are no locks."""
-        return None
-
-    def unlock(self, file: Descriptor) -> None:
-        """There are no locks."""
 
     def exists(self, path: str) -> bool:
         """Whether there is an object, or one below this path."""
@@ -135,9 +109,7 @@ class BucketFiles(FileSystem):
         return list(found)
 
     def will_need(self, file: Descriptor, offset: int, size: int) -> None:
-        """Note a range: the first read of any noted range fetches them all."""
-        if size:
-            self._pieces.wanted.append((_of(file).name, offset, min(offset + size, _of(file).size)))
+        """Reads fetch what comes next."""
 
     def read(self, file: Descriptor, buffers: Sequence[Any], offset: int) -> int:
         """Read into the first writable buffer; may read less."""
@@ -176,28 +148,23 @@ class BucketFiles(FileSystem):
 
     def _fetch(self, file: _Object, offset: int, size: int) -> None:
         """Fetch these bytes, and what is likely to be read next."""
-        wanted, self._pieces = self._pieces.wanted, Pieces()
+        self._pieces = Pieces()
         if not SEGMENT_NAME.fullmatch(file.name.rpartition("/")[2]):
             self._pieces.fetch(self._objects, [(file.name, 0, file.size)])
             if found := self._at(file.name, 0):
                 self._texts[file.name] = bytes(found)
-            return
-        if offset < _FIRST_READ and file.name not in self._heads and not wanted:
+        elif offset < _FIRST_READ and file.name not in self._heads:
             self._fetch_heads(file.name)
-            return
-        ranges = merged(wanted, _GAP)
-        is_among = any(name == file.name and start <= offset < end for name, start, end in ranges)
-        if not is_among or sum(end - start for _, start, end in ranges) > _MOST:
-            end = file.size if file.size <= _MOST // 2 else max(offset + size, offset + _AHEAD)
-            ranges = [(file.name, offset, min(end, file.size))]
-        self._pieces.fetch(self._objects, ranges)
+        else:
+            end = min(file.size, offset + max(size, _AHEAD))
+            self._pieces.fetch(self._objects, [(file.name, offset, end)])
 
     def _fetch_heads(self, name: str) -> None:
         """Fetch the head of a segment, and those of the next ones in its folder."""
         folder = name.rpartition("/")[0]
         following = [info for info in self._listings[folder] if SEGMENT_NAME.fullmatch(info.name)]
         sizes = {f"{folder}/{info.name}": info.size for info in following if f"{folder}/{info.name}" >= name}
-        self._heads = read_heads(self._objects, dict(list(sizes.items())[:_HEADS]), _FIRST_READ)
+        self._heads = read_heads(self._objects, dict(list(sizes.items())[:_HEADS]))
         if name not in self._heads:
             self._pieces.fetch(self._objects, [(name, 0, 1)])  # for the reason
 

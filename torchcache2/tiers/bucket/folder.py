@@ -1,12 +1,11 @@
 """`BucketFolder`: the local folder of a bucket as a file system that contains every segment with a head.
 
 The disk tier reads from it as from any folder. Until a segment is here, the ranges that a batch needs of it
-are fetched into memory, all of a batch at once. A segment of up to 1 MB is fetched as a whole, as a request
-costs as much, and kept if there is room.
+are fetched into memory, all of a batch at once.
 
-Other segments are kept once the namespace is *wanted*: when processes have fetched more than a tenth of it, a
-file says so, and one process brings whole segments (`BucketFolder.bring`), those last read first. Every file
-is begun under the folder's lock for deleting, with its full size: so all processes keep to the budget.
+Segments are kept once the namespace is *wanted*: when processes have fetched more than a tenth of it, a file
+says so, and one process brings whole segments (`BucketFolder.bring`), oldest first. Every file is
+begun under the folder's lock for deleting, with its full size: so all processes keep to the budget.
 """
 
 from __future__ import annotations
@@ -16,8 +15,9 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from torch.utils.data import get_worker_info
 
@@ -27,21 +27,21 @@ from torchcache2.files.directory import ASKED, HEAD_NAME, SEGMENT_NAME, CacheDir
 from torchcache2.files.filesystem import Descriptor, FileInfo, FileSystem, is_read_only, ulid
 from torchcache2.files.layout import HEAD, SEGMENT, TEMPORARY, checked, read_size, stated
 from torchcache2.files.removal import deleting, used_bytes
-from torchcache2.tiers.bucket.objects import Objects
-from torchcache2.tiers.bucket.ranges import Pieces, Range, cut, merged
+from torchcache2.tiers.bucket.objects import Objects, Pieces, Range, cut, merged
 
 _GAP = 16 << 10  # unneeded bytes that cost less than another request
 _REQUEST = 512 << 10  # bytes that cost as much as a request
-_WHOLE = 2 * _REQUEST  # a segment of up to so many bytes is fetched as a whole
 _SHARE = 10  # a namespace is wanted once an nth part of it was fetched
-_PART, _CHUNK = 16 << 20, 32 << 20  # bytes of a request for a whole segment, and of those made at once
+_PART = 16 << 20  # bytes of a request for a whole segment
+_CHUNK, _CHUNKS = 2, 2  # requests that are made at once, and in how many threads
 _WAITED, _POLLED = 2.0, 0.005  # seconds
-_MOST_WAIT = 10.0  # seconds that a batch waits for segments that are being brought
+_MOST_WAIT = 10.0  # seconds that a thread waits in all for segments that are being brought, besides its share
+_BEGINNING, _BETWEEN = 0.5, 0.1  # seconds until the first of these is begun, and between them
 _LOOKED, _FULL_FOR = 2.0, 60.0  # seconds without another look for room, and after an error of the disk
 _MOST_HEAD = 1 << 30
 _OF_FILES_HERE = (  # methods of the plain folder that need no change
     *("create", "edit", "write", "sync", "sync_folder", "rename", "remove", "touch"),
-    *("lock", "unlock", "same"),
+    *("changed", "lock", "unlock", "same"),
 )
 
 
@@ -59,10 +59,10 @@ class _Away(Descriptor):
 
 
 class _Batch(threading.local):
-    """What a thread has fetched for a batch, and the last head read, as opening a segment needs it twice."""
+    """What a thread has fetched for a batch."""
 
     def __init__(self) -> None:
-        self.pieces, self.head = Pieces(), ("", b"")
+        self.pieces = Pieces()
 
 
 class BucketFolder(FileSystem):
@@ -73,10 +73,8 @@ class BucketFolder(FileSystem):
 
     Attributes
     ----------
-    is_ending : bool
-        Whether no more segments are to be brought.
-    heads : dict of str to bytes
-        Heads that could not be written to the folder, by path of the segment; see `note`.
+    used : set of str
+        The namespaces that this process uses; of others, nothing is brought.
     asked : dict of str to int
         Bytes that this process has fetched, by folder of a namespace; -1: it is wanted.
     bad : set of str
@@ -88,18 +86,16 @@ class BucketFolder(FileSystem):
     is_remote = True
 
     def __init__(self, objects: Objects, directory: CacheDirectory, budget: int) -> None:
-        self.is_ending = False
-        self.heads: dict[str, bytes] = {}
+        self.used = set[str]()
         self.asked: dict[str, int] = {}
         self.bad = set[str]()
         self.on_wanted: Callable[[], object] = lambda: None
         self._objects, self._directory, self._budget = objects, directory, budget
         self._fs = fs = directory.fs
         self._sizes: dict[str, tuple[int, int]] = {}  # sizes of heads and segments, by path
-        self._noted = 0
-        self._away: dict[str, set[str]] = {}  # segments listed without being here, by folder
-        self._touched, self._doubted = set[str](), set[str]()
-        self._full_until, self._took = 0.0, 0.0
+        self._doubted = set[str]()
+        self._full_until = self._coming = self._took = 0.0
+        self._may_wait = _MOST_WAIT
         self._batch = _Batch()
         for name in _OF_FILES_HERE:
             setattr(self, name, getattr(fs, name))
@@ -108,55 +104,27 @@ class BucketFolder(FileSystem):
 
     def listing(self, path: str) -> list[FileInfo]:
         """The files and folders in a folder, and the segments that have a head."""
-        away = {os.path.basename(one) for one in list(self.heads) if os.path.dirname(one) == path}
-        try:
-            found = self._fs.listing(path)
-        except FileNotFoundError:
-            if not away:
-                raise
-            found = []
-        away |= {info.name.removesuffix(HEAD) for info in found if HEAD_NAME.fullmatch(info.name)}
+        found = self._fs.listing(path)
+        away = {info.name.removesuffix(HEAD) for info in found if HEAD_NAME.fullmatch(info.name)}
         away -= {info.name for info in found}
-        self._away[path] = away
         return sorted([*found, *(FileInfo(name, False, 0, 0.0) for name in away)])
-
-    def changed(self, path: str) -> int:
-        """When a folder last changed, in nanoseconds, plus the number of noted changes."""
-        try:
-            return self._fs.changed(path) + self._noted
-        except FileNotFoundError:
-            if not self._noted:
-                raise
-            return self._noted
-
-    def note(self, path: str, head: bytes) -> None:
-        """Show a segment whose head could not be written."""
-        self.heads[path] = head
-        self._noted += 1
 
     def forget(self, path: str) -> None:
         """Show a segment no more unless it is here: its head is damaged, or the bucket lacks it."""
         self._sizes.pop(path, None)
-        self._batch.head = "", b""
-        if self.heads.pop(path, None) is not None:
-            self._noted += 1
         with contextlib.suppress(OSError):
             self._fs.remove(path + HEAD)
 
     def has_elsewhere(self, path: str) -> bool:
         """Whether the bucket has a file."""
-        return path in self.heads or (path.endswith(SEGMENT) and self._fs.is_file(path + HEAD))
+        return path.endswith(SEGMENT) and self._fs.is_file(path + HEAD)
 
     def open(self, path: str) -> Descriptor:
         """Open a file, here or not; `FileNotFoundError` if it is neither here nor in the bucket."""
-        folder, name = os.path.split(path)
-        if name in self._away.get(folder, ()):
-            with contextlib.suppress(FileNotFoundError):
-                return _Away(path, *self.sizes_of(path))
         try:
             return self._fs.open(path)
         except FileNotFoundError:
-            if not SEGMENT_NAME.fullmatch(name):
+            if not SEGMENT_NAME.fullmatch(os.path.basename(path)):
                 raise
             return _Away(path, *self.sizes_of(path))
 
@@ -178,31 +146,19 @@ class BucketFolder(FileSystem):
         `FileNotFoundError` if there is no head, or it is damaged.
         """
         if path not in self._sizes:
-            head = self._head(path)
             try:
+                head = self._fs.read_file(path + HEAD, _MOST_HEAD)
                 start, checksum, size = stated(head[8 : 8 + read_size(head[:8], len(head))], None)
                 if start != len(head) or not checked(head, checksum):
                     raise DamagedError("another checksum")
             except DamagedError as error:
-                self._lose_head(path, error)
+                self._objects.corrupt += 1
+                message = "%s is damaged (%s): it is fetched again"
+                self._objects.tell("head", message, path + HEAD, str(error))
+                self.forget(path)
+                raise FileNotFoundError(path + HEAD) from None
             self._sizes[path] = start, size
         return self._sizes[path]
-
-    def _head(self, path: str) -> bytes:
-        if (head := self.heads.get(path)) is not None:
-            return head
-        if self._batch.head[0] != path:
-            try:
-                self._batch.head = path, self._fs.read_file(path + HEAD, _MOST_HEAD)
-            except DamagedError as error:
-                self._lose_head(path, error)
-        return self._batch.head[1]
-
-    def _lose_head(self, path: str, error: DamagedError) -> NoReturn:
-        self._objects.corrupt += 1
-        self._objects.tell("head", "%s is damaged (%s): it is fetched again", path + HEAD, str(error))
-        self.forget(path)
-        raise FileNotFoundError(path + HEAD) from None
 
     # Reading.
 
@@ -221,7 +177,7 @@ class BucketFolder(FileSystem):
         if file.local is not None:
             return self._fs.read(file.local, buffers, offset)
         if offset < file.start:
-            return _copied(memoryview(self._head(file.path))[offset : file.start], buffers)
+            return self._fs.read(self._fs.open(file.path + HEAD), buffers, offset)
         if offset >= file.size:
             return 0
         name = self._name(file.path)
@@ -242,7 +198,7 @@ class BucketFolder(FileSystem):
 
     def done(self) -> None:
         """Forget this thread's fetched pieces."""
-        self._batch.pieces, self._batch.head = Pieces(), ("", b"")
+        self._batch.pieces = Pieces()
 
     def doubt(self, path: str) -> bool:
         """Discard a damaged segment, to fetch it again; False if that has happened before."""
@@ -266,44 +222,40 @@ class BucketFolder(FileSystem):
         wanted, self._batch.pieces.wanted = self._batch.pieces.wanted, []
         self._give_way({name for name, _, _ in wanted})
         names = {name for name, _, _ in wanted if not self._fs.exists(self._path(name))}
-        wanted = [one for one in wanted if one[0] in names]
-        sizes = {name: size for name in names if (size := self._sizes.get(self._path(name)))}
-        most = _WHOLE if self._may_keep() else 0
-        small = [name for name, (_, size) in sizes.items() if size <= most]
-        ranges = merged([one for one in wanted if one[0] not in small], _GAP)
-        ranges += [(name, *sizes[name]) for name in small]
+        ranges = merged([one for one in wanted if one[0] in names], _GAP)
         if not ranges:
             return
         begun = time.monotonic()
-        found = self._batch.pieces.fetch(self._objects, ranges)
+        self._batch.pieces.fetch(self._objects, ranges)
         self._took = time.monotonic() - begun
-        for name in names - self._touched:
-            self._touched.add(name)
-            with contextlib.suppress(OSError):
-                self._fs.touch(self._path(name) + HEAD)  # those read last are brought first
-        self._write(small, lambda _: found[len(found) - len(small) :])
         folder = os.path.dirname(self._path(ranges[0][0]))  # a batch is of one namespace
         self._ask(folder, sum(max(_REQUEST, end - start) for _, start, end in ranges))
 
     def _give_way(self, names: set[str]) -> None:
-        """While segments are being brought, wait for these as long as the last batch took to be fetched.
+        """While segments are being brought, wait for these: as long as the last batch took to be fetched.
 
-        Small requests take the line from large ones, so the epoch would take longer.
+        Small requests take the line from large ones, so the epoch would take longer. At first, it waits some
+        seconds in all: a namespace that has come by then is not fetched twice.
         """
-        end = time.monotonic() + min(self._took, _MOST_WAIT)
+        begun = now = time.monotonic()
+        coming, end = self._coming, begun + max(self._may_wait, min(self._took, _MOST_WAIT))
         folders = {os.path.dirname(self._path(name)) for name in names}
-        while time.monotonic() < end and not all(self._fs.exists(self._path(name)) for name in names):
+        while now < end and not all(self._fs.exists(self._path(name)) for name in names):
             with contextlib.suppress(OSError):
                 files = [info.name for folder in folders for info in self._fs.listing(folder)]
-                if not any(file.endswith(TEMPORARY) for file in files):
-                    break
+                if any(file.endswith(TEMPORARY) for file in files):
+                    coming = now + _BETWEEN
+            if now > coming:
+                break
             time.sleep(4 * _POLLED)
+            now = time.monotonic()
+        self._may_wait = max(0.0, self._may_wait - (now - begun))
 
     # Keeping whole segments.
 
     def want(self, folder: str) -> None:
         """Have a namespace's segments brought from now on, as far as they fit."""
-        self.asked[folder] = -1
+        self.asked[folder], self._coming = -1, time.monotonic() + _BEGINNING
         with contextlib.suppress(OSError):
             self._fs.create(os.path.join(folder, ASKED))
         self.on_wanted()
@@ -321,52 +273,42 @@ class BucketFolder(FileSystem):
             if asked > sum(self.sizes_of(path)[1] for path in paths):
                 self.want(folder)
 
-    def bring(self, names: Sequence[str]) -> None:
-        """Fetch whole segments into the folder, as far as there is room."""
-        self._write(names, self._chunks)
+    def bring(self, names: Sequence[str], stops: Callable[[], bool] = lambda: False) -> bool:
+        """Fetch whole segments into the folder, as far as there is room; whether one came."""
+        begun, has_come = self._begun(names), False
+        ends = {name: self.sizes_of(self._path(name)) for name in begun}
+        left = {name: size - start for name, (start, size) in ends.items()}
+        parts = cut([(name, *ends[name]) for name in begun], _PART)
+        chunks = [parts[first : first + _CHUNK] for first in range(0, len(parts), _CHUNK)]
 
-    def _chunks(self, names: Sequence[str]) -> Iterator[tuple[Range, bytes | Exception]]:
-        some, size = list[Range](), 0
-        for part in cut([(name, *self.sizes_of(self._path(name))) for name in names], _PART):
-            some.append(part)
-            size += part[2] - part[1]
-            if size >= _CHUNK:
-                yield from zip(some, self._objects.fetch(some), strict=True)
-                some, size = [], 0
-            if self.is_ending or self._objects.is_closed:
-                return
-        yield from zip(some, self._objects.fetch(some), strict=True)
+        def fetch(some: Sequence[Range]) -> list[bytes | Exception]:
+            return [] if stops() else self._objects.fetch(some)
 
-    def _write(
-        self,
-        names: Sequence[str],
-        fetched: Callable[[Sequence[str]], Iterable[tuple[Range, bytes | Exception]]],
-    ) -> None:
-        """Begin segments, and write what ``fetched(begun)`` yields; whole ones get their names."""
-        begun = self._begun(names)
-        left = {name: size - start for name in begun for start, size in [self.sizes_of(self._path(name))]}
         try:
-            for (name, start, _), data in fetched(list(begun)) if begun else ():
-                if isinstance(data, Exception):
-                    self._failed(name, data)
-                elif name in begun:
-                    temporary, file = begun[name]
-                    self._fs.write_all(file, [memoryview(data)], start)
-                    left[name] -= len(data)
-                    path = self._path(name)
-                    if left[name] == 0 and self._fs.is_file(path + HEAD):  # else it was dropped meanwhile
-                        self._fs.rename(temporary, path)
-                        self._fs.unlock(file)
-                        del begun[name]
+            with ThreadPoolExecutor(_CHUNKS, "torchcache2 transfer") as pool:
+                for some, found in zip(chunks, pool.map(fetch, chunks), strict=True):
+                    for (name, start, _), data in zip(some, found, strict=False):
+                        if isinstance(data, Exception):
+                            self._failed(name, data)
+                            continue
+                        (temporary, file), path = begun[name], self._path(name)
+                        self._fs.write_all(file, [memoryview(data)], start)
+                        left[name] -= len(data)
+                        if left[name] == 0 and self._fs.is_file(path + HEAD):  # else it was dropped meanwhile
+                            self._fs.rename(temporary, path)
+                            self._fs.unlock(file)
+                            del begun[name]
+                            has_come = True
         except OSError as error:
             self._no_room(error, begun)
         finally:
             self._remove(begun)
+        return has_come
 
     def _begun(self, names: Sequence[str]) -> dict[str, tuple[str, Descriptor]]:
         """Temporary files of full size for segments, as far as there is room: names, and locked files."""
         begun = dict[str, tuple[str, Descriptor]]()
-        if not names or not self._may_keep():
+        if time.monotonic() < self._full_until:
             return begun
         try:
             with deleting(self._directory).acquire(timeout=_WAITED, poll_interval=_POLLED):
@@ -383,17 +325,13 @@ class BucketFolder(FileSystem):
                     file = self._fs.create(temporary)
                     begun[name] = temporary, file
                     self._fs.lock(file, exclusive=True)
-                    self._fs.write_all(file, [memoryview(self._head(path))], 0)
+                    self._fs.write_all(file, [memoryview(self._fs.read_file(path + HEAD, _MOST_HEAD))], 0)
                     self._fs.write_all(file, [memoryview(b"\0")], max(start, size - 1))
         except (TimeoutError, NotImplementedError):
             pass  # another process makes room, or there are no locks
         except OSError as error:
             self._no_room(error, begun)
         return begun
-
-    def _may_keep(self) -> bool:
-        """Whether there may be room, as far as is known."""
-        return self._budget > 0 and time.monotonic() >= self._full_until
 
     def _failed(self, name: str, error: Exception) -> None:
         """Note why a segment did not come; one that is damaged or gone is not fetched as a whole again."""

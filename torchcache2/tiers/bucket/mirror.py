@@ -1,91 +1,48 @@
-"""`Mirror`: synchronises a local folder and a bucket, in threads of its own.
+"""`Mirror`: a thread that uploads what a bucket lacks of a local folder, and brings segments that are wanted.
 
-It uploads segments sealed in the folder by any process, and brings those that are wanted as long as there is
-room. One of the processes that share a folder, chosen by `MirrorLock`, does this; when it ends, another takes
-over. However a process ends, the next one finds what the bucket lacks by looking.
+It uploads ``CACHEDIR.TAG`` first, then the segments sealed by any process, and the ``fingerprint.json`` of
+each namespace after them. Once the bucket has a segment, its head is written locally: now the local file may
+be deleted. A killed process leaves no head, so the next one uploads the segment again: the same bytes.
+One of the processes that share a folder works at a time: the one that has locked ``.mirror``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import threading
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
 
 from torch.utils.data import get_worker_info
 
-from torchcache2.core.process import AtExit, Forked, ProcessLock, before_pools_end
-from torchcache2.files.directory import FINGERPRINT, MIRROR, CacheDirectory
+from torchcache2.core.errors import AwayError, DamagedError, UnreadableError
+from torchcache2.core.process import Forked, ProcessLock, before_pools_end
+from torchcache2.core.sizes import parse_size
+from torchcache2.files.directory import (
+    CORRUPT,
+    FINGERPRINT,
+    MIRROR,
+    NAMESPACE_NAME,
+    TAG,
+    TAG_TEXT,
+    CacheDirectory,
+    Contents,
+    stated_format,
+)
 from torchcache2.files.filesystem import Descriptor, open_to_lock
-from torchcache2.tiers.bucket.connection import LOOP_THREAD
-from torchcache2.tiers.bucket.downloads import Downloads
+from torchcache2.files.layout import FORMAT_VERSION, HEAD, parse_head, read_head, write_head
+from torchcache2.files.removal import used_bytes
+from torchcache2.tiers.base import Breaker
 from torchcache2.tiers.bucket.folder import BucketFolder
 from torchcache2.tiers.bucket.objects import Objects
-from torchcache2.tiers.bucket.uploads import Transfer, Uploads
 
-_EXIT_PRIORITY = 5  # below the disk tier's writer, above a temporary folder
-_UP_AT_ONCE, _DOWN_AT_ONCE = 4, 2  # uploads, and groups of segments that are brought
-_MOST_FAILURES = 3  # of one file, after which flushes ignore it
-_RESUMED_AFTER = 1.0  # seconds between tries while the bucket pauses
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds after a failed upload while the bucket works
-_BEATS = 1.0  # seconds
+_AT_ONCE = 4  # uploads
+_GROUP = 128 << 20  # bytes of segments that are brought together
+_FIRST_PAUSE = 0.5  # seconds after a failed upload
 _ENDING = 10.0  # seconds for remaining transfers when the mirror ends
-T = TypeVar("T", bound=tuple[str, ...])
-
-
-class MirrorLock:
-    """The lock of one folder, for one thread of the process that makes it."""
-
-    def __init__(self, directory: CacheDirectory) -> None:
-        self._fs = directory.fs
-        self._path = os.path.join(directory.path, MIRROR)
-        self._file: Descriptor | None = None
-        self._holds = False
-        Forked.add(self._close)  # a child would keep the lock of a parent that is killed
-
-    def take(self) -> bool | None:
-        """Whether this process mirrors from now on; None if the lock file cannot be used."""
-        try:
-            if self._file is not None and not self._fs.same(self._file, self._path):
-                self.release()  # it was deleted: others would lock a new file
-            if self._file is None:
-                with contextlib.suppress(FileExistsError):
-                    self._file = self._fs.create(self._path)
-            if self._file is None:
-                self._file = open_to_lock(self._fs, self._path)
-            if not self._holds:
-                # Without locks, every process mirrors: they write the same bytes.
-                self._holds = self._fs.lock(self._file, exclusive=True) is not False
-        except OSError:
-            self.release()
-            return None
-        return self._holds
-
-    def beat(self) -> None:
-        """Signal other processes that transfers are making progress."""
-        with contextlib.suppress(OSError):
-            self._fs.touch(self._path)
-
-    def last_beat(self) -> int:
-        """A number that changes with each beat of the mirroring process."""
-        try:
-            return self._fs.changed(self._path)
-        except OSError:
-            return 0
-
-    def release(self) -> None:
-        """Let another process mirror."""
-        if self._file is not None:
-            self._fs.unlock(self._file)
-        self._close()
-
-    def _close(self) -> None:
-        """Close the file, even if a frame of a thread that a forked child lacks refers to it."""
-        file, self._file, self._holds = self._file, None, False
-        if file is not None:
-            file.close()
+_ANY_SIZE = 1 << 62
 
 
 class Mirror:
@@ -110,8 +67,8 @@ class Mirror:
         Whether the folder is deleted when this is closed.
     pause : float
         Seconds between looks at the folder for files of other processes.
-    silence : float
-        Seconds without a beat of the mirroring process after which waiting for its uploads ends.
+    patience : float
+        Seconds to wait for each segment that another process uploads.
     """
 
     def __init__(
@@ -125,17 +82,20 @@ class Mirror:
         uploads: bool | None = True,
         temporary: bool = False,
         pause: float = 0.2,
-        silence: float = 10.0,
+        patience: float = 120.0,
     ) -> None:
         self.uploads = uploads
         self._objects, self._directory, self._folder, self._budget = objects, directory, folder, budget
+        self._fs = directory.fs
         self._flush_first, self._temporary = flush_first, temporary
-        self._pause, self._silence = pause, silence
+        self._pause, self._patience = pause, patience
+        size = objects.bucket.remote_size
+        self._most = None if size is None else parse_size("remote_size", size, free=None)
         self._lock = ProcessLock(threading.RLock)  # reentrant: the garbage collector may call `close`
-        self._pid, self._is_closed = -1, False  # the process that has the threads
-        self._looks = ProcessLock(threading.RLock)  # without our thread, waiting threads look themselves
-        self._flushes: list[set[Transfer]] = []  # for each waiting `flush`, what it waits for
-        before_pools_end(self._flush_at_end)
+        self._pid, self._is_closed = -1, False  # the process that has the thread
+        self._file: Descriptor | None = None
+        Forked.add(self._let_go)  # a child would keep the lock of a parent that is killed
+        before_pools_end(self._close_at_end)
 
     def begin(self) -> None:
         """Start mirroring in this process, if it should and has not yet; cheap to call again."""
@@ -143,7 +103,7 @@ class Mirror:
             return
         with self._lock():
             if not self._runs():
-                self._start_anew()
+                self._start()
 
     def wake(self) -> None:
         """Upload what was just written to the folder at once."""
@@ -155,197 +115,273 @@ class Mirror:
         self.begin()
         if not self.uploads or not self._runs() or self.is_busy_here():
             return
-        begun, left = time.monotonic(), set[Transfer]()
-        self._flushes.append(left)
-        self._not_before, is_first = 0.0, True
+        this = threading.get_ident()
+        self._flushing.add(this)
         try:
-            while True:
-                self._wake.set()
-                if self._thread is None or not self._thread.is_alive():
-                    self._look()
-                with self._looks():
-                    holds = self._sole.take()
-                lacking = set(self._uploads.wanted(self._directory.scan(), is_sole=holds is True))
-                left.update(lacking) if is_first else left.intersection_update(lacking)
-                is_first = False
-                if not left or self._is_hopeless(holds, begun, left):
-                    break
-                time.sleep(self._pause if holds is False else min(self._pause, 0.02))
+            with self._lock():
+                left = self._flush()
         except OSError as error:
             self._fails(error)
             return
         finally:
-            self._flushes = [one for one in self._flushes if one is not left]
+            self._flushing.discard(this)
         if left:
             later = "are lost with it" if self._temporary else "are uploaded when it is used again"
             self._objects.tell(
                 "given up",
                 "%d files of %s are not uploaded to %s (%s): they stay in the folder, and %s",
                 *(len(left), self._directory.path, self._objects.bucket.url),
-                *(self._uploads.ended or self._objects.cause or "no process does it now", later),
+                *(self._ended or self._objects.cause or "another process does it", later),
             )
 
     def close(self) -> None:
-        """Flush, and end the threads; must not be called if `is_busy_here()`.
-
-        Transfers that are still running get some seconds.
-        """
+        """Flush, and end the thread; must not be called if `is_busy_here()`."""
         if self._is_closed:
             return
         self.flush()
-        with self._lock():
-            is_ours, self._is_closed = self._runs(), True
-        self._folder.is_ending = True
+        is_ours, self._is_closed = self._runs(), True
         if is_ours:
             self._wake.set()
-            self._exit.cancel()
-            deadline = time.monotonic() + _ENDING
-            for thread in self._threads():
-                thread.join(max(0.0, deadline - time.monotonic()))
-            self._sole.release()
+            if self._thread.ident is not None:
+                self._thread.join(_ENDING)
 
     def is_busy_here(self) -> bool:
         """Whether uploads need this thread, so that it must not wait for them.
 
         The garbage collector may close a tier in any thread.
         """
-        here = threading.current_thread()
-        return here.name == LOOP_THREAD or (self._runs() and here in self._threads())
+        is_mirror = self._runs() and threading.current_thread() is self._thread
+        return is_mirror or self._objects.is_busy_here()
+
+    def is_uploading(self) -> bool:
+        """Whether some process uploads now."""
+        with contextlib.suppress(OSError):
+            file = open_to_lock(self._fs, os.path.join(self._directory.path, MIRROR))
+            is_locked = self._fs.lock(file, exclusive=True) is False
+            self._fs.unlock(file)
+            return is_locked
+        return False
+
+    # The thread.
 
     def _runs(self) -> bool:
-        """Whether this process has the threads: a forked child does not inherit them."""
+        """Whether this process has the thread: a forked child does not inherit it."""
         return self._pid == os.getpid()
 
-    def _start_anew(self) -> None:
+    def _start(self) -> None:
         """Forget the parent's state, and start the thread."""
-        self._uploads = Uploads(self._objects, self._directory)
-        self._downloads = Downloads(self._folder, self._directory, self._budget)
-        self._sole = MirrorLock(self._directory)
         self._wake = threading.Event()
-        self._flushes = []
-        self._going: dict[tuple[str, ...], threading.Thread] = {}
-        self._failures: dict[Transfer, tuple[int, float]] = {}  # how often, and when to retry
-        self._failed_since = -1.0  # start of the last failed upload
-        self._not_before = 0.0  # when to ask a failing bucket again
-        self._beat_at = 0.0
-        self._heard = 0, 0.0  # the last beat of another process, and when it was seen
-        self._exit = AtExit(self._close_at_exit, _EXIT_PRIORITY)
-        self._thread: threading.Thread | None = threading.Thread(
-            target=self._work, name="torchcache2 mirror", daemon=True
-        )
+        self._flushing = set[int]()  # threads
+        self._ended = ""  # why uploads have ended
+        self._has_tag = False
+        self._done = set[str]()  # files that the bucket has, or that cannot be read here
+        self._been_here = set[str]()  # segments: those that have gone since had to make room
+        self._breaker = Breaker(_FIRST_PAUSE)
+        self._thread = threading.Thread(target=self._work, name="torchcache2 mirror", daemon=True)
         self._pid = os.getpid()
-        try:
+        with contextlib.suppress(RuntimeError):  # too many threads, or interpreter exit: `flush` uploads
             self._thread.start()
-        except RuntimeError:  # too many threads, or interpreter exit: `flush` uploads
-            self._thread = None
-
-    def _threads(self) -> list[threading.Thread]:
-        threads = [self._thread, *list(self._going.values())]
-        return [thread for thread in threads if thread is not None and thread.ident is not None]
 
     def _work(self) -> None:
         while not self._is_closed:
             self._wake.clear()
-            begun = time.monotonic()
-            self._look()
-            took = time.monotonic() - begun  # a look at many files takes long
-            time.sleep(min(1.0, 4 * took))
-            self._wake.wait(max(self._pause, min(5.0, 20 * took)))
+            begun, has_moved = time.monotonic(), False
+            try:
+                with self._lock():
+                    has_moved = self._look()
+            except Exception as error:
+                self._fails(error)
+            if not has_moved or self._flushing:  # a look at many files takes long
+                self._wake.wait(max(self._pause, min(5.0, 20 * (time.monotonic() - begun))))
 
-    def _look(self) -> None:
-        """Look once."""
-        try:
-            with self._looks():
-                self._round()
-        except Exception as error:
-            self._fails(error)
+    def _look(self) -> bool:
+        """Look once, and upload, or bring some segments; whether something was moved."""
+        contents, before = self._directory.scan(), self._objects.bytes_up
+        if self.uploads and self._breaker.allows():
+            left, is_alone = self._upload(contents)
+            if left and is_alone:
+                self._breaker.failed()
+            elif not left:
+                self._breaker.worked()
+        has_uploaded = self._objects.bytes_up > before
+        return has_uploaded or (self._objects.cause is None and self._bring(contents))
 
     def _fails(self, error: Exception) -> None:
         self._objects.tell("mirror", "the mirror of %s fails: %s", self._directory.path, repr(error))
 
-    def _round(self) -> None:
-        """Look once, and start transfers."""
-        holds, contents = self._sole.take(), self._directory.scan()
-        self._downloads.note(contents)
-        lacking = self._uploads.wanted(contents, is_sole=holds is True)
-        if not self.uploads and any(one.name != FINGERPRINT for one in lacking):
-            self._sole.release()  # to a process that uploads
-        elif holds and lacking and self.uploads and not self._uploads.ended:
-            self._start_uploads(lacking)
-        elif holds and not self._flushes:
-            while self._objects.cause is None and len(self._going) < _DOWN_AT_ONCE:
-                if not (names := tuple(self._downloads.wanted(contents))):
-                    break
-                self._start(names, self._downloads.bring)
-
-    def _start_uploads(self, lacking: list[Transfer]) -> None:
-        now = time.monotonic()
-        if self._objects.cause is None and now - self._beat_at > _BEATS:
-            self._beat_at = now
-            self._sole.beat()
-        # A fingerprint comes last: after the segments that flushes wait for, or after all.
-        awaited = set[Transfer]().union(*self._flushes) or set(lacking)
-        waiting = {transfer.namespace for transfer in awaited if transfer.name != FINGERPRINT}
-        # After a fault, one at a time, as they share a line that may be slow.
-        most = 1 if self._objects.cause is not None or self._failures else _UP_AT_ONCE
-        for transfer in lacking:
-            if len(self._going) >= most:
-                break
-            is_early = transfer.name == FINGERPRINT and transfer.namespace in waiting
-            begins = max(self._not_before, self._failures.get(transfer, (0, 0.0))[1])
-            if not is_early and transfer not in self._going and now >= begins:
-                self._start(transfer, self._upload)
-
-    def _start(self, transfer: T, function: Callable[[T], object]) -> None:
-        def work() -> None:
-            try:
-                function(transfer)
-            except Exception as error:
-                self._fails(error)
-            finally:
-                self._going.pop(transfer, None)
-                self._wake.set()
-
-        thread = self._going[transfer] = threading.Thread(
-            target=work, name="torchcache2 transfer", daemon=True
-        )
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[bool]:
+        """Lock ``.mirror``; yields whether no other process has."""
+        path, file = os.path.join(self._directory.path, MIRROR), None
         try:
-            thread.start()
-        except RuntimeError:  # there are too many threads, or the interpreter is ending
-            work()
-
-    def _upload(self, transfer: Transfer) -> None:
-        begun, is_there = time.monotonic(), False
-        try:
-            is_there = self._uploads.upload(transfer)
+            with contextlib.suppress(FileExistsError):
+                file = self._fs.create(path)
+            self._file = file = file or open_to_lock(self._fs, path)
+            # Without locks, every process mirrors: they write the same bytes.
+            yield self._fs.lock(file, exclusive=True) is not False
         finally:
-            if is_there:
-                self._failures.pop(transfer, None)
-            else:
-                self._failed_since = max(self._failed_since, begun)
-                now, count = time.monotonic(), self._failures.get(transfer, (0, 0.0))[0]
-                if self._objects.cause is not None:
-                    self._not_before = now + _RESUMED_AFTER
-                else:
-                    pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0 ** min(count, 10))
-                    self._failures[transfer] = count + 1, now + pause
+            if file is not None:
+                self._fs.unlock(file)
+            self._let_go()
 
-    def _is_hopeless(self, holds: bool | None, begun: float, left: set[Transfer]) -> bool:
-        """Whether no process uploads, or can."""
-        now = time.monotonic()
-        if holds is False:
-            if (beat := self._sole.last_beat()) != self._heard[0]:
-                self._heard = beat, now
-            return now - max(self._heard[1], begun) > self._silence
-        is_tried = self._objects.cause is not None and self._failed_since >= begun
-        fails = all(self._failures.get(one, (0, 0.0))[0] >= _MOST_FAILURES for one in left)
-        return holds is None or bool(self._uploads.ended) or is_tried or fails
+    def _let_go(self) -> None:
+        """Close the lock, even if a frame of a thread that a forked child lacks refers to it."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
-    def _flush_at_end(self) -> None:
+    # Up.
+
+    def _flush(self) -> set[str]:
+        """Upload what is in the folder, or wait while another process does; what the bucket lacks still."""
+        left, end = None, 0.0
+        while True:
+            lacking, is_alone = self._upload(self._directory.scan())
+            before, left = left, lacking if left is None else left & lacking
+            now = time.monotonic()
+            end = now + self._patience if left != before else end
+            if not left or is_alone or self._ended or now > end:
+                return left
+            time.sleep(self._pause)
+
+    def _upload(self, contents: list[Contents]) -> tuple[set[str], bool]:
+        """Upload what the bucket lacks; returns what it lacks still, and whether no other process uploads."""
+        lacking, described = [], []
+        for one in contents:
+            heads = {info.name for info in one.heads}
+            lacking += [
+                f"{one.namespace}/{info.name}" for info in one.segments if info.name + HEAD not in heads
+            ]
+            described += [f"{one.namespace}/{FINGERPRINT}"] if one.others and (one.segments or heads) else []
+        lacking = [name for name in lacking if name not in self._done]
+        described = [name for name in described if name not in self._done]
+        left = set(lacking)
+        if self._ended or not (lacking or described):
+            return left, True
+        try:
+            with self._alone() as is_alone:
+                if not is_alone or not self._begin():
+                    return left, is_alone
+                for first in range(0, len(lacking), _AT_ONCE):
+                    some = lacking[first : first + _AT_ONCE]
+                    left.difference_update(self._upload_some(some))
+                    if left.intersection(some):
+                        return left, True
+                for name in described:
+                    self._describe(name)
+        except OSError:  # the folder is gone, or read-only
+            pass
+        return left, True
+
+    def _begin(self) -> bool:
+        """Check or write the bucket's tag; False if the bucket fails, or is not for us."""
+        if not self._has_tag:
+            (tag,) = self._objects.fetch([(TAG, 0, 4096)], may_be_short=True)
+            if isinstance(tag, FileNotFoundError):
+                self._has_tag = self._objects.write(TAG, TAG_TEXT.encode())
+            elif not isinstance(tag, AwayError):
+                self._has_tag = isinstance(tag, bytes) and stated_format(tag) == FORMAT_VERSION
+                if not self._has_tag:
+                    self._end(f"its {TAG} is of a newer format, or of another program")
+        return self._has_tag
+
+    def _upload_some(self, names: Sequence[str]) -> list[str]:
+        """Upload segments, and write their heads; returns those that the bucket has, or that are no use."""
+        found, done = dict[str, tuple[str, bytes]](), list[str]()
+        size = self._bytes_there() if self._most is not None else 0
+        if size is None:
+            return done
+        for name in names:
+            path = os.path.join(self._directory.path, name)
+            try:
+                head, nbytes = read_head(self._fs, path)
+                layout, _ = parse_head(head, nbytes, _ANY_SIZE, structured=False)
+                is_useful = layout.namespace.hex() == name.partition("/")[0]  # else the folder was renamed
+            except (OSError, UnreadableError) as error:
+                is_useful = False
+                self._leave(path, error)
+            if not is_useful:
+                self._done.add(name)
+            if not is_useful or self._fs.is_file(path + HEAD):  # another process has just uploaded it
+                done.append(name)
+                continue
+            size += nbytes
+            if self._most is not None and size > self._most:
+                self._end(f"the bucket has {size - nbytes} bytes, and remote_size={self._most}")
+                break
+            found[name] = path, head
+        answers = self._objects.write_all([(name, path) for name, (path, _) in found.items()])
+        for (name, (path, head)), is_there in zip(found.items(), answers, strict=True):
+            if is_there or not self._fs.is_file(path):
+                done.append(name)
+                try:
+                    if self._fs.is_file(path):  # if it was dropped meanwhile, write no head
+                        write_head(self._fs, path, head)
+                except OSError:
+                    self._done.add(name)
+        return done
+
+    def _leave(self, path: str, error: Exception) -> None:
+        """Say why a segment is not uploaded, and set it aside if it is damaged."""
+        if isinstance(error, DamagedError):
+            self._objects.corrupt += 1
+            self._objects.tell("corrupt", "%s is damaged (%s): it is set aside", path, str(error))
+            with contextlib.suppress(OSError):
+                self._directory.set_aside(path)
+        elif not isinstance(error, FileNotFoundError):
+            self._objects.tell("unread", "%s is not uploaded: %s", path, repr(error))
+
+    def _bytes_there(self) -> int | None:
+        """Bytes of the cache in the bucket, as other machines upload, too; None if it fails."""
+        listings = [self._objects.listing()]
+        folders = [info.name for info in listings[0] or [] if info.is_folder]
+        listings += [self._objects.listing(name) for name in folders if NAMESPACE_NAME.fullmatch(name)]
+        if any(listing is None for listing in listings):
+            return None
+        return sum(info.size for listing in listings for info in listing or [])
+
+    def _end(self, reason: str) -> None:
+        self._ended = reason
+        message = "nothing more is uploaded to %s: %s. New rows stay in %s"
+        url = self._objects.bucket.url
+        self._objects.tell("ended", message, url, reason, self._directory.path)
+
+    def _describe(self, name: str) -> None:
+        """Upload a fingerprint, unless the bucket has one."""
+        (there,) = self._objects.fetch([(name, 0, 1)])
+        document = self._directory.fingerprint(name.partition("/")[0])
+        if isinstance(there, FileNotFoundError) and document:
+            text = json.dumps(document, indent=1, sort_keys=True).encode()
+            there = b"" if self._objects.write(name, text) else there
+        if isinstance(there, bytes):
+            self._done.add(name)
+
+    def _close_at_end(self) -> None:
         if self._runs() and not self._is_closed:
             self._flush_first()
-            self.flush()
-
-    def _close_at_exit(self) -> None:
-        if self._runs():
             self.close()
+
+    # Down.
+
+    def _bring(self, contents: list[Contents]) -> bool:
+        """Bring some segments of wanted namespaces that this process uses; whether some came."""
+        names, room = list[str](), self._budget - used_bytes(contents)
+        for one in contents:
+            here = {info.name for info in one.segments}
+            here |= {info.name.removesuffix(CORRUPT) for info in one.corrupt}
+            self._been_here.update(f"{one.namespace}/{name}" for name in here)
+            if one.asked and one.namespace in self._folder.used:
+                names += [f"{one.namespace}/{info.name.removesuffix(HEAD)}" for info in one.heads]
+        size, some = 0, list[str]()
+        for name in names:
+            if size < _GROUP and name not in self._been_here | self._folder.bad:
+                with contextlib.suppress(OSError):
+                    needed = self._folder.sizes_of(os.path.join(self._directory.path, name))[1]
+                    if size + needed <= room:
+                        size += needed
+                        some.append(name)
+        if not some:
+            return False
+        with contextlib.suppress(OSError), self._alone() as is_alone:
+            return is_alone and self._folder.bring(some, lambda: self._is_closed or bool(self._flushing))
+        return False

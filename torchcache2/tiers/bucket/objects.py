@@ -1,7 +1,11 @@
-"""`Objects`: one process's requests to a bucket, with retries, warnings and pauses."""
+"""`Objects`: one process's requests to a bucket, with retries, warnings and pauses.
+
+Also here: ranges that were fetched, until they are read (`Pieces`), and heads of segments (`read_heads`).
+"""
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import errno
 import os
@@ -9,7 +13,7 @@ import random
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torchcache2.core.errors import AwayError, DamagedError, NewerFormatError, OptionError
 from torchcache2.core.logs import ToldOnce
@@ -19,10 +23,14 @@ from torchcache2.files.directory import TAG, check_format, stated_format
 from torchcache2.files.filesystem import FileInfo
 from torchcache2.files.layout import head_size
 from torchcache2.tiers.base import Breaker
-from torchcache2.tiers.bucket.connection import Connection, Kind, Texts, kind_of
+from torchcache2.tiers.bucket.connection import Answer, Connection, Kind, Texts, kind_of, size_of
 
 _MOST_TAG, _MOST_TEXT = 4096, 64 << 10  # bytes
+_FIRST_READ = 64 << 10  # bytes, as most heads are shorter
+_FINAL = (Kind.GONE, Kind.SHORT)  # of an object that is read
 _MISTAKES = (TypeError, ValueError, ImportError, AttributeError)  # options that a library refuses
+PIECE = 8 << 20  # bytes of one request; several at once are faster than a long one
+Range = tuple[str, int, int]  # of an object: its name, and where it begins and ends
 T = TypeVar("T")
 
 
@@ -77,7 +85,6 @@ class Objects:
         self._texts = Texts(bucket.storage_options)
         self._using, self._writing = Breaker(pause), Breaker(pause)  # credentials may forbid writing only
         self._lock = ProcessLock()
-        self._shared: dict[str, Any] = {}  # see `Connection`
         self._held: list[Connection] = []  # this process's connection, once made
         self.is_closed = False
         weakref.finalize(self, _close, self._held)
@@ -116,45 +123,31 @@ class Objects:
 
     def listing(self, folder: str = "") -> list[FileInfo] | None:
         """The names directly in a folder, in order; None if the bucket fails."""
-        return self._ask(lambda connection: _listing(connection, folder), None)
+        return self._ask(lambda connection: connection.listing(folder), None)
 
-    def read(self, ranges: Sequence[tuple[str, int, int]]) -> list[bytes | None]:
+    def read(self, ranges: Sequence[Range]) -> list[bytes | None]:
         """Read ranges ``(name, start, end)``, many at once; None for those that fail: see `fetch`."""
         return [None if isinstance(one, Exception) else one for one in self.fetch(ranges)]
 
-    def fetch(
-        self, ranges: Sequence[tuple[str, int, int]], *, may_be_short: bool = False
-    ) -> list[bytes | Exception]:
+    def fetch(self, ranges: Sequence[Range], *, may_be_short: bool = False) -> list[bytes | Exception]:
         """Like `read`, with the error in place of None.
 
         `FileNotFoundError` if the object is gone, `DamagedError` if it is too short, `AwayError` if the
         bucket fails.
         """
-        failed = AwayError(errno.EIO, f"{self.bucket.url} fails")
-        found: list[bytes | Exception] = [b"" if start >= end else failed for _, start, end in ranges]
-        left = [i for i, one in enumerate(found) if one is failed]
-
-        def read(connection: Connection) -> None:
-            error, again = None, []
-            for i, data in zip(left, connection.read([ranges[i] for i in left]), strict=True):
-                name, start, end = ranges[i]
-                kind = kind_of(data) if isinstance(data, BaseException) else None
-                if kind is Kind.GONE:
-                    found[i] = FileNotFoundError(errno.ENOENT, "there is no such object", name)
-                elif kind is Kind.SHORT or (kind is None and len(data) != end - start and not may_be_short):
-                    found[i] = DamagedError(f"it ends before byte {end}")
-                elif kind is None:
-                    found[i] = bytes(data)
-                else:
-                    again.append(i)
-                    error = data
-            left[:] = again
-            if error is not None:
-                raise error
-
-        if left:
-            self._ask(read, None)
-            self._count(down=sum(len(one) for one in found if isinstance(one, bytes)))
+        wanted = [one for one in ranges if one[1] < one[2]]
+        answers = iter(self._each(wanted, lambda one: one.read, lambda _, error: kind_of(error) in _FINAL))
+        found: list[bytes | Exception] = []
+        for name, start, end in ranges:
+            data = next(answers) if start < end else b""
+            kind = kind_of(data) if isinstance(data, Exception) else None
+            if kind is Kind.GONE:
+                data = FileNotFoundError(errno.ENOENT, "there is no such object", name)
+            elif kind is Kind.SHORT or (kind is None and len(data) != end - start and not may_be_short):
+                data = DamagedError(f"it ends before byte {end}")
+            found.append(data if isinstance(data, Exception) else bytes(data))
+        with self._lock():
+            self.bytes_down += sum(len(one) for one in found if isinstance(one, bytes))
         return found
 
     def texts(self, names: Sequence[str], most: int = _MOST_TEXT) -> dict[str, bytes]:
@@ -162,33 +155,21 @@ class Objects:
         found = zip(names, self.fetch([(name, 0, most) for name in names], may_be_short=True), strict=True)
         return {name: data for name, data in found if isinstance(data, bytes) and 0 < len(data) < most}
 
-    def upload(self, path: str, name: str) -> bool:
-        """Write a local file to an object, replacing it; returns whether that worked.
+    def write(self, name: str, content: str | bytes) -> bool:
+        """Like `write_all`, for one object."""
+        return self.write_all([(name, content)])[0]
 
-        An unreadable local file is not a fault of the bucket.
+    def write_all(self, contents: Sequence[tuple[str, str | bytes]]) -> list[bool]:
+        """Write objects, all at once, replacing them; returns whether that worked for each.
+
+        The content is bytes, or the path of a local file. It is no fault if that is gone.
         """
-
-        def upload(connection: Connection) -> bool:
-            connection.upload(path, name)
-            self._count(up=size)
-            return True
-
-        try:
-            with open(path, "rb") as file:  # it may be deleted meanwhile
-                size = os.fstat(file.fileno()).st_size
-        except OSError:
-            return False
-        return self._ask(upload, False, writes=True)
-
-    def write(self, name: str, data: bytes) -> bool:
-        """Write an object of some bytes, replacing it; returns whether that worked."""
-
-        def write(connection: Connection) -> bool:
-            connection.write(name, data)
-            self._count(up=len(data))
-            return True
-
-        return self._ask(write, False, writes=True)
+        sizes = [size_of(content) for _, content in contents]
+        answers = self._each(contents, lambda one: one.write, lambda part, _: _is_gone(part[1]), writes=True)
+        found = [not isinstance(one, BaseException) for one in answers]
+        with self._lock():
+            self.bytes_up += sum(size for size, is_there in zip(sizes, found, strict=True) if is_there)
+        return found
 
     def remove(self, names: Sequence[str]) -> None:
         """Delete objects; some may be gone already.
@@ -213,6 +194,40 @@ class Objects:
         """Close the connections; afterwards nothing in the bucket is found."""
         self.is_closed = True
         self._forget()
+
+    def is_busy_here(self) -> bool:
+        """Whether this thread has to answer requests, so that it cannot wait for them."""
+        return any(connection.is_here() for connection in self._held)
+
+    def _each(
+        self,
+        parts: Sequence[T],
+        ask: Callable[[Connection], Callable[[list[T]], list[Answer]]],
+        is_final: Callable[[T, BaseException], bool],
+        *,
+        writes: bool = False,
+    ) -> list[Answer]:
+        """The answer to each part of a request.
+
+        A part whose error is not final is asked for again, and has an `AwayError` in the end.
+        """
+        found: list[Answer] = [AwayError(errno.EIO, f"{self.bucket.url} fails")] * len(parts)
+        left = list(range(len(parts)))
+
+        def ask_left(connection: Connection) -> None:
+            again = {}
+            for i, answer in zip(left, ask(connection)([parts[i] for i in left]), strict=True):
+                if isinstance(answer, BaseException) and not is_final(parts[i], answer):
+                    again[i] = answer
+                else:
+                    found[i] = answer
+            left[:] = again
+            for error in again.values():
+                raise error
+
+        if left:
+            self._ask(ask_left, None, writes=writes)
+        return found
 
     def _ask(self, what: Callable[[Connection], T], failed: T, *, writes: bool = False) -> T:
         """The result of a function of the connection; `failed` if the bucket fails or pauses."""
@@ -240,7 +255,6 @@ class Objects:
             except Exception as error:
                 kind = kind_of(error)
                 if kind is Kind.REFUSED:
-                    self._shared.clear()
                     self._forget()  # a new connection reads the credentials again, as they may have expired
                     left = 0 if is_new else 1
                 else:
@@ -276,7 +290,7 @@ class Objects:
             if self.is_closed:
                 raise OSError("it is closed")
             if not self._held:
-                self._held.append(Connection(self.bucket, self._patience, self._shared))
+                self._held.append(Connection(self.bucket, self._patience))
             return self._held[0]
 
     def _forget(self) -> None:
@@ -285,9 +299,7 @@ class Objects:
 
     def _check(self, connection: Connection) -> None:
         url = self.bucket.url
-        if connection.is_file():
-            raise OptionError(f"{url} is a file: a cache directory is a folder of its own")
-        names = [info.name for info in _listing(connection, "")]
+        names = [info.name for info in connection.listing("")]
         if not names:
             try:
                 connection.ask_for_bucket()
@@ -304,19 +316,18 @@ class Objects:
             raise OptionError(f"{url} has a {TAG} of another program: give another folder")
         check_format(url, number)
 
-    def _count(self, up: int = 0, down: int = 0) -> None:
-        with self._lock():
-            self.bytes_up += up
-            self.bytes_down += down
+
+def _is_gone(content: str | bytes) -> bool:
+    return isinstance(content, str) and not os.path.exists(content)
 
 
-def read_heads(objects: Objects, sizes: Mapping[str, int], first: int) -> dict[str, bytes]:
-    """The heads of segments, by name, many at once: their `first` bytes, and then the rest of longer ones.
+def read_heads(objects: Objects, sizes: Mapping[str, int]) -> dict[str, bytes]:
+    """The heads of segments, by name, many at once: their first bytes, and then the rest of longer ones.
 
     Without those that are gone or fail. The others are at least whole unless they are damaged; not checked.
     """
     data = dict.fromkeys(sizes, b"")
-    ends = {name: min(size, first) for name, size in sizes.items()}
+    ends = {name: min(size, _FIRST_READ) for name, size in sizes.items()}
     while ends:
         asked = [(name, len(data[name]), end) for name, end in ends.items()]
         ends = {}
@@ -330,16 +341,50 @@ def read_heads(objects: Objects, sizes: Mapping[str, int], first: int) -> dict[s
     return data
 
 
-def _listing(connection: Connection, folder: str) -> list[FileInfo]:
-    try:
-        return connection.listing(folder)
-    except Exception as error:
-        if kind_of(error) is Kind.GONE:
-            return []
-        raise
-
-
 def _close(held: list[Connection]) -> None:
     with contextlib.suppress(IndexError):  # another thread was faster
         while held:
             held.pop().close()
+
+
+class Pieces:
+    """Fetched ranges, or the errors, by name. Those to be fetched are noted first; for one thread."""
+
+    def __init__(self) -> None:
+        self.wanted: list[Range] = []
+        self._found: dict[str, list[tuple[int, int, bytes | Exception]]] = {}
+
+    def at(self, name: str, start: int) -> memoryview | Exception | None:
+        """Fetched bytes from `start` on, or the error; None if they were not fetched."""
+        found = self._found.get(name, ())
+        place = bisect.bisect_right(found, start, key=lambda piece: piece[0]) - 1
+        if place < 0 or start >= found[place][1]:
+            return None
+        first, _, data = found[place]
+        return data if isinstance(data, Exception) else memoryview(data)[start - first :]
+
+    def fetch(self, objects: Objects, ranges: Sequence[Range]) -> list[tuple[Range, bytes | Exception]]:
+        """Fetch ranges at once, long ones in parts; also returns these."""
+        parts = cut(ranges, PIECE)
+        found = list(zip(parts, objects.fetch(parts), strict=True))
+        for (name, start, end), data in found:
+            self._found.setdefault(name, []).append((start, end, data))
+        for name in {name for name, _, _ in parts}:
+            self._found[name].sort(key=lambda piece: piece[0])
+        return found
+
+
+def cut(ranges: Sequence[Range], size: int) -> list[Range]:
+    """Ranges in parts of up to `size` bytes."""
+    return [(name, at, min(at + size, end)) for name, start, end in ranges for at in range(start, end, size)]
+
+
+def merged(ranges: Sequence[Range], gap: int) -> list[Range]:
+    """Ranges in order, neighbours up to `gap` bytes apart as one."""
+    found: list[Range] = []
+    for name, start, end in sorted(ranges):
+        if found and found[-1][0] == name and start - found[-1][2] <= gap:
+            found[-1] = name, found[-1][1], max(end, found[-1][2])
+        else:
+            found.append((name, start, end))
+    return found

@@ -9,15 +9,13 @@ Safe under threads, under fork, and for any number of processes with one local f
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import json
 import math
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate, chain
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.utils.data import get_worker_info
@@ -32,19 +30,15 @@ from torchcache2.files.layout import (
     HEAD,
     head_size,
     parse_head,
-    unpack,
     write_head,
 )
 from torchcache2.tiers.base import Signals
 from torchcache2.tiers.bucket.folder import BucketFolder
 from torchcache2.tiers.bucket.mirror import Mirror
 from torchcache2.tiers.bucket.objects import Objects, read_heads
-from torchcache2.tiers.bucket.uploads import LEAST_PACKED, MOST_PACK
 
 _RETRY = 2.0  # seconds
 _AT_ONCE = 32  # heads
-_FIRST_READ, _MOST_READ = 16 << 10, 1 << 20  # bytes
-_MOST_PACKS = 2 * MOST_PACK  # bytes that are fetched together
 _MOST_TEXT = 16 << 20
 _MILLISECOND = 1_000_000  # nanoseconds
 LEAST_LIMIT = 1 << 30  # bytes allowed for a row of a bucket, however small the folder is
@@ -70,8 +64,6 @@ class Listing:
         self._limit = limit
         self._lock = ProcessLock()
         self._listed = -math.inf
-        self._longest = _FIRST_READ  # of the heads so far
-        self._packs: set[str] = set()  # packs that were read
         self._bad: dict[str, int] = {}  # damaged objects, and their sizes then
 
     def is_quiet(self, every: float) -> bool:
@@ -101,92 +93,56 @@ class Listing:
             self._bad = {name: size for name, size in self._bad.items() if sizes.get(name) == size}
             new = sizes.keys() - known - self._bad.keys()
             wanted = {name: sizes[name] for name in new if made_at(name) > since}
-            self._fetch(dict(wanted), found.packs, found.others)
+            self._fetch(wanted, found.others)
             if self._objects.cause is None:
                 self._listed = time.monotonic()
             return True  # even if nothing is new: another process may have been faster
 
     def _known(self) -> set[str]:
-        """The names of segments whose heads need not be fetched."""
-        path = self._path("")
-        names = {os.path.basename(one) for one in list(self._folder.heads) if one.startswith(path)}
+        """The names of segments whose heads are here."""
         with contextlib.suppress(OSError):
-            contents = self._directory.contents(self._namespace.hex())
-            names |= {info.name.removesuffix(HEAD) for info in contents.heads}
-        return names
+            heads = self._directory.contents(self._namespace.hex()).heads
+            return {info.name.removesuffix(HEAD) for info in heads}
+        return set()
 
     def _path(self, name: str) -> str:
         return os.path.join(self._directory.folder(self._namespace), name)
 
-    def _fetch(self, sizes: dict[str, int], packs: Sequence[FileInfo], others: Sequence[FileInfo]) -> None:
-        """Write the heads of segments of these sizes to the local folder, or keep them in memory.
+    def _fetch(self, sizes: Mapping[str, int], others: Sequence[FileInfo]) -> None:
+        """Write the heads of segments of these sizes to the local folder.
 
         Processes that do this at the same time begin with different heads, and skip what others have fetched.
         """
-        fs = self._directory.fs
-        writes = bool(sizes) and self._prepare(others)
-        for heads in chain(self._packed(sizes, packs), self._alone(sizes)):
-            for name, head in heads.items():
-                sizes.pop(name)
-                try:
-                    if writes:
-                        write_head(fs, self._path(name), head)
-                except OSError:
-                    writes = False  # such as that the disk is full
-                if not writes:
-                    self._folder.note(self._path(name), head)
-            if self._objects.cause is not None:
-                break
-
-    def _packed(self, sizes: dict[str, int], packs: Sequence[FileInfo]) -> Iterator[dict[str, bytes]]:
-        """The heads of segments that are in packs; a pack's name is that of its last segment."""
-        folder, least = self._namespace.hex(), min(sizes, default="~")
-        wanted = [info for info in packs if info.size <= MOST_PACK and info.name not in self._packs]
-        wanted = [info for info in wanted if info.name >= least] if len(sizes) >= LEAST_PACKED else []
-        while wanted:
-            count = bisect.bisect(list(accumulate(info.size for info in wanted)), _MOST_PACKS)
-            some, wanted = wanted[:count], wanted[count:]
-            found = self._objects.read([(f"{folder}/{info.name}", 0, info.size) for info in some])
-            for info, data in zip(some, found, strict=True):
-                if data is not None:
-                    self._packs.add(info.name)
-                    yield self._unpacked(data, sizes)
-
-    def _unpacked(self, data: bytes, sizes: Mapping[str, int]) -> dict[str, bytes]:
-        heads = dict[str, bytes]()
-        with contextlib.suppress(DamagedError):  # the rest is read from the segments
-            for name, (size, head) in unpack(data).items():
-                with contextlib.suppress(DamagedError):
-                    if sizes.get(name) == size:
-                        self._check(head, size)
-                        heads[name] = head
-        return heads
-
-    def _alone(self, sizes: dict[str, int]) -> Iterator[dict[str, bytes]]:
-        """The heads of segments, read from the bucket."""
-        names = list(sizes)
+        fs, names = self._directory.fs, list(sizes)
         random.shuffle(names)
-        for first in range(0, len(names), _AT_ONCE):
-            some = names[first : first + _AT_ONCE]
-            some = [name for name in some if not self._directory.fs.exists(self._path(name) + HEAD)]
-            yield self._read({name: sizes[name] for name in some})
+        try:
+            if not sizes or not self._prepare(others):
+                return
+            for first in range(0, len(names), _AT_ONCE):
+                some = [
+                    one for one in names[first : first + _AT_ONCE] if not fs.exists(self._path(one) + HEAD)
+                ]
+                for name, head in self._read({name: sizes[name] for name in some}).items():
+                    write_head(fs, self._path(name), head)
+                if self._objects.cause is not None:
+                    break
+        except OSError as error:  # such as that the disk is full
+            message = "%s cannot keep what the bucket has, whose rows are missing: %s"
+            self._objects.tell("unwritten", message, self._directory.path, str(error))
 
     def _prepare(self, others: Sequence[FileInfo]) -> bool:
-        """Make the local folder and its ``fingerprint.json``; returns whether that worked."""
+        """Make the local folder and its ``fingerprint.json``; False if it is of a later version."""
         directory, fs = self._directory, self._directory.fs
-        try:
-            if directory.format() not in (None, FORMAT_VERSION):
-                return False
-            directory.create()
-            fs.make_folder(directory.folder(self._namespace))
-            if others and not fs.exists(self._path(FINGERPRINT)):
-                name = f"{self._namespace.hex()}/{FINGERPRINT}"
-                with contextlib.suppress(ValueError, RecursionError):
-                    document = json.loads(self._objects.texts([name], _MOST_TEXT).get(name, b"null"))
-                    if isinstance(document, dict):
-                        directory.prepare(self._namespace, document)
-        except OSError:
+        if directory.format() not in (None, FORMAT_VERSION):
             return False
+        directory.create()
+        fs.make_folder(directory.folder(self._namespace))
+        if others and not fs.exists(self._path(FINGERPRINT)):
+            name = f"{self._namespace.hex()}/{FINGERPRINT}"
+            with contextlib.suppress(ValueError, RecursionError):
+                document = json.loads(self._objects.texts([name], _MOST_TEXT).get(name, b"null"))
+                if isinstance(document, dict):
+                    directory.prepare(self._namespace, document)
         return True
 
     def _read(self, sizes: Mapping[str, int]) -> dict[str, bytes]:
@@ -195,7 +151,7 @@ class Listing:
         for is_last in (False, True):  # what is damaged is fetched again, as the transfer may have failed
             damaged = dict[str, int]()
             paths = {f"{folder}/{name}": size for name, size in left.items()}
-            for path, data in read_heads(self._objects, paths, self._longest).items():
+            for path, data in read_heads(self._objects, paths).items():
                 name, size = path.rpartition("/")[2], paths[path]
                 try:
                     head = data[: head_size(data, size)]
@@ -209,7 +165,6 @@ class Listing:
                         where = f"{self._objects.bucket.url}/{path}"
                         self._objects.tell("corrupt", message, where, str(error))
                     continue
-                self._longest = max(self._longest, min(len(head), _MOST_READ))
                 heads[name] = head
             left = damaged
         return heads
@@ -290,20 +245,20 @@ class BucketSource:
         another bucket, or the bucket may have been emptied since. `NewerFormatError` if a segment is of a
         later version of the format.
         """
-        self._mirror.begin()  # this may be a new child
         listing = self._listings.get(namespace) or self._listings.setdefault(
             namespace, Listing(self.objects, self.folder, self.local, namespace, self.limit)
         )
-        doubts = self._mirror.uploads and get_worker_info() is None
-        if listing.is_quiet(self._every) or ((listing.was_had or not doubts) and has_all()):
-            return False
-        since = max(self._dropped_at.get(namespace, 0), self._drops() // _MILLISECOND)
-        return listing.look(since, self._every)
+        self.folder.used.add(namespace.hex())
+        doubts, has_changed = self._mirror.uploads and get_worker_info() is None, False
+        if not listing.is_quiet(self._every) and ((doubts and not listing.was_had) or not has_all()):
+            since = max(self._dropped_at.get(namespace, 0), self._drops() // _MILLISECOND)
+            has_changed = listing.look(since, self._every)
+        self._mirror.begin()  # this may be a new child; and it uploads what the bucket was seen to lack
+        return has_changed
 
     def drop(self, namespace: bytes) -> None:
         """Ignore what the bucket has now, without deleting it there."""
         self._dropped_at[namespace] = time.time_ns() // _MILLISECOND
-        self.folder.heads.clear()  # those of other namespaces are fetched again
         self.folder.asked.clear()
 
     def bring(self, namespace: bytes) -> None:
@@ -322,6 +277,10 @@ class BucketSource:
         """Flush, and close the connections. Afterwards nothing in the bucket is found."""
         self._mirror.close()
         self.objects.close()
+
+    def is_uploading(self) -> bool:
+        """Whether some process uploads now."""
+        return self._mirror.is_uploading()
 
     def is_busy_here(self) -> bool:
         """Whether uploads depend on this thread, so that it cannot wait for them."""

@@ -19,7 +19,7 @@ from torchcache2.core.process import ProcessLock
 from torchcache2.core.rows import Rows, Schema
 from torchcache2.core.settings import Policy
 from torchcache2.files.codec import Codec
-from torchcache2.files.directory import MIRROR, CacheDirectory
+from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.filesystem import StrangeFileError, is_read_only, ulid
 from torchcache2.files.layout import HEAD, SEGMENT
 from torchcache2.files.removal import Allowance, Removal, room_after, used_bytes
@@ -301,14 +301,13 @@ class Sealing:
         """
         room, lacking = self._room_now(size), None
         begun = heard = time.monotonic()
-        beat = self._beat()
         while room < 0 and self._bucket is not None and lacking != set():
             now = time.monotonic()
             before, lacking = lacking, self._lacking()
             if before is None or before - lacking:
                 begun, room = now, self._room_now(size)
                 continue
-            if beat != (beat := self._beat()):
+            if self._bucket.is_uploading():
                 heard = now
             if now - heard > SILENCE or now - begun > PATIENCE:
                 break
@@ -336,10 +335,3 @@ class Sealing:
             some = [info.name for info in contents.segments if info.name + HEAD not in heads]
             lacking.update((contents.namespace, name) for name in some)
         return lacking
-
-    def _beat(self) -> int:
-        """When the mirror last signalled that it uploads."""
-        try:
-            return self._fs.changed(os.path.join(self._directory.path, MIRROR))
-        except OSError:
-            return 0
