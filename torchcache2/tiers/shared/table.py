@@ -152,11 +152,11 @@ class SharedIndex:
             self.refresh()
         needed = min(needed, len(self.locations))
         slots = len(self._table.slots)
-        while needed > slots * 9 // 16:
+        while needed > slots * 5 // 8:
             slots *= 2
         if slots > len(self._table.slots):
             self._replace(slots)
-        return min(needed, len(self._table.slots) * 9 // 16)
+        return min(needed, len(self._table.slots) * 5 // 8)
 
     def _replace(self, slots: int) -> None:
         """Replace the table by one of `slots` slots, if there is memory for it."""
@@ -252,7 +252,6 @@ class SharedTable:
                 parts.append((positions[these], self._chunks.gather(schema, at, runtime, spare)))
                 continue
             fresh = np.flatnonzero(~self._seen()[of])
-            self._chunks.populate(at[fresh])
             rows = self._chunks.gather(schema, at, runtime, spare)
             good = self._check(rows, words[these], of, at, fresh)
             if len(good) < len(rows):
