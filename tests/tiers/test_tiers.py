@@ -124,12 +124,9 @@ def test_a_row_of_a_rare_shape_takes_its_bytes_and_less_than_64_more(kind, count
         return Rows.from_pytree(output, 1, device=CPU)
 
     assert sum(tier.put(keys(*item), rows(*item)) for item in items) == len(items)
-    # A few rows do not fill the pages that they begin.
-    assert tier.stats().bytes <= budget and tier.stats().bytes - size < (64 if count == 800 else 256) * len(
-        items
-    )
+    most = 64 if count == 800 else 256  # a few rows do not fill the pages that they begin
+    assert tier.stats().bytes <= budget and tier.stats().bytes - size < most * len(items)
     for item in items[::7]:
         ((_, found),) = tier.get(keys(*item)).parts
         assert torch.equal(found.columns[0], rows(*item).columns[0])
-    print(kind, count, (tier.stats().bytes - size) / len(items))
     tier.close()

@@ -56,7 +56,7 @@ _ROW = (1 << 32) - 1
 _SLAB = 64 << 20  # most bytes of a chunk, unless more are needed now
 _Numbers = TypeVar("_Numbers", int, Positions)
 _MOST_SPANS = 4096  # chunks
-_POPULATED = 256 << 10  # bytes; smaller chunks are not populated
+_POPULATED = 256 << 10  # bytes; fewer are not populated
 _MANY = 16  # least rows of a chunk
 _UNIT = 8  # bytes that the columns of single rows are aligned to
 _SINGLE, _NUMBER_AT, _PLACE = 1 << 62, 40, (1 << 40) - 1  # a single's location: schema, place in units
@@ -321,7 +321,7 @@ class Chunks:
                 if not self._space.give_memory(start, size):
                     return False
                 if size >= _POPULATED:
-                    self._space.region.populate(start, start + size, writes=True)
+                    self._space.region.populate(start, start + size)
                 write(self._space.region.rows(1)[start : start + size].view(-1, width), 0, values)
         return True
 
