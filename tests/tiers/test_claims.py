@@ -151,15 +151,6 @@ def test_what_another_machine_gives_up_is_computed_by_one_of_those_that_wait(joi
     assert sorted(taken) == list(range(6))
 
 
-def test_what_is_not_put_is_given_up_in_both_before_a_wait(join):
-    one, same, other = join(1), join(1), join(2)
-    first, second, third = one.claim([1, 2]), same.claim([2, 3]), other.claim([3, 4, 1])
-    assert third.mine.tolist() == [1]
-    run_at_once(first.wait, second.wait, third.wait)  # each waits for what another has claimed
-    for claim in (first, second, third):
-        claim.release()
-
-
 def test_nothing_is_held_on_servers_while_a_rank_of_the_machine_is_waited_for(join):
     one, same, other = join(1), join(1), join(2)
     mine, theirs = one.claim([1]), same.claim([1, 2])

@@ -154,20 +154,6 @@ def test_an_absent_key_is_given_up_on_however_many_slots_were_used(count):
         assert (index.find(absent) == -1).all()
 
 
-def test_a_sliding_window_of_keys_stays_found():
-    keys = random_words(6000)
-    index = KeyIndex(np.zeros((200, 2), np.uint64))
-    index.add(keys[:100])
-    size = index.nbytes
-    for start in range(100, len(keys), 20):
-        index.remove(index.find(keys[start - 100 : start - 80]))
-        index.add(keys[start : start + 20])
-        living = index.find(keys[start - 80 : start + 20])
-        assert sorted(living.tolist()) == list(range(100))
-        assert (index.find(keys[max(0, start - 300) : start - 80]) == -1).all()
-    assert index.nbytes == size
-
-
 @pytest.mark.slow
 def test_a_million_keys_in_batches_that_grow():
     count = 1_000_000

@@ -104,10 +104,11 @@ class TestLater(LaterContract):
         return lambda: sealed_names(path, range(20))
 
 
+@pytest.mark.parametrize("count", [60, pytest.param(800, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["memory", "shared"])
-def test_rows_of_rare_shapes_take_little_more_than_their_bytes(kind, tmp_path):
+def test_a_row_of_a_rare_shape_takes_its_bytes_and_less_than_64_more(kind, count, tmp_path):
     """Shapes of 10 rows each, one row at a time and in any order."""
-    shapes = [(1 + number % 7, 400 + 13 * number) for number in range(60)]
+    shapes = [(1 + number % 7, 400 + 13 * number) for number in range(count)]
     size = sum(10 * math.prod(shape) for shape in shapes)
     budget = int(1.5 * size)
     is_shared = kind == "shared"
@@ -123,7 +124,8 @@ def test_rows_of_rare_shapes_take_little_more_than_their_bytes(kind, tmp_path):
         return Rows.from_pytree(output, 1, device=CPU)
 
     assert sum(tier.put(keys(*item), rows(*item)) for item in items) == len(items)
-    assert tier.stats().bytes <= budget and (tier.stats().bytes - size) / len(items) < 256
+    most = 64 if count == 800 else 256  # a few rows do not fill the pages that they begin
+    assert tier.stats().bytes <= budget and tier.stats().bytes - size < most * len(items)
     for item in items[::7]:
         ((_, found),) = tier.get(keys(*item)).parts
         assert torch.equal(found.columns[0], rows(*item).columns[0])

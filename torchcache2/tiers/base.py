@@ -360,20 +360,16 @@ class Claim:
             rows have `appeared`.
         """
         self.release()
-        pauses, due = [tier.pauses[0] for tier in self._tiers], [0.0] * len(self._tiers)
-        there, taken = np.zeros(len(self.others), bool), _NOWHERE
+        there, taken, rounds = np.zeros(len(self.others), bool), _NOWHERE, 0
         while not there.all():
-            asked = np.flatnonzero(~there)
-            for depth, tier in enumerate(self._tiers):  # ask a slower tier only for keys open in this one
-                if len(asked) == 0 or time.monotonic() < due[depth]:
-                    asked = _NOWHERE
-                    break
+            asked, pause = np.flatnonzero(~there), 0.0
+            for tier in self._tiers:  # ask a slower tier only for keys open in this one
                 rows, is_open = tier.look(self.others[asked])
-                due[depth] = time.monotonic() + pauses[depth]
-                pauses[depth] = min(2 * pauses[depth], tier.pauses[1])
                 there[asked[rows]] = True
                 tier.tally.waited += int(rows.sum())
-                asked = asked[is_open]
+                asked, pause = asked[is_open], min(tier.pauses[0] * 2**rounds, tier.pauses[1])
+                if len(asked) == 0:
+                    break
             if len(asked):
                 taken = self._take(self.others[asked])
                 if len(taken):
@@ -381,7 +377,8 @@ class Claim:
                     break
                 self.release()  # a slower tier refused what a faster one had granted
             if not there.all():
-                time.sleep(max(0.0, due[0] - time.monotonic()))
+                time.sleep(pause)  # of the slowest tier that was asked
+                rounds = min(rounds + 1, 20)
         self.appeared = self.others[there]
         self.others = np.setdiff1d(self.others[~there], taken, assume_unique=True)
         return taken

@@ -96,14 +96,11 @@ class NodeLock:
     file : Descriptor
         The file to lock, opened by this process itself.
     patience : float
-        Seconds to wait without progress of the holder.
-    progress : callable
-        Returns a number that the holder increments during long work.
+        Seconds to wait.
     """
 
     def __init__(self, file: Descriptor, patience: float) -> None:
         self.patience = patience
-        self.progress: Callable[[], int] = int
         self.file, self._pid, self._fs = file, os.getpid(), FileSystem()
         Forked.add(self._reopen)
 
@@ -119,12 +116,10 @@ class NodeLock:
     def _acquire(self) -> None:
         if os.getpid() != self._pid:  # forked without Python's fork hooks
             self._reopen()
-        deadline, pause, seen = time.monotonic() + self.patience, _FIRST_PAUSE, self.progress()
+        deadline, pause = time.monotonic() + self.patience, _FIRST_PAUSE
         while not self._fs.lock(self.file, exclusive=True):
             if time.monotonic() > deadline:
-                if self.progress() == seen:
-                    raise LockTimeoutError(f"the lock of the ranks was not free for {self.patience:g} s")
-                deadline, seen = time.monotonic() + self.patience, self.progress()
+                raise LockTimeoutError(f"the lock of the ranks was not free for {self.patience:g} s")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 

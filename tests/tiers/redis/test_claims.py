@@ -194,18 +194,6 @@ def test_a_server_that_is_lost_gives_no_claims(join):
         assert time.monotonic() - began < 30
 
 
-@pytest.mark.slow
-def test_a_server_that_fails_while_others_wait_for_it(join):
-    with RedisServer() as server:
-        first, second = join(server), join(server)
-        mine, theirs = claim(first, range(4)), claim(second, range(4))
-        threading.Timer(0.1, server.kill).start()
-        assert theirs.wait().tolist() == [0, 1, 2, 3]
-        server.start()  # it comes back empty
-        wait_until(lambda: claim(second, [9]).mine.tolist() == [0] and held(server) == 1)
-        mine.release()
-
-
 @pytest.mark.parametrize("command", [(b"SET", b"somebody's"), (b"RPUSH", b"a list")], ids=["text", "list"])
 def test_a_claim_that_somebody_has_set_for_ever_is_waited_for_in_vain(server, join, monkeypatch, command):
     claims = join(server)

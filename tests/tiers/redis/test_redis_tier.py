@@ -279,8 +279,8 @@ def test_rows_that_a_server_forgets_are_only_missed(tiers, program, log):
             tier.flush()
         here = found(tier, range(1000), 2000)
         stats = tier.stats()
-        assert 50 < len(here) < 600 and stats.rows == len(here)
-        assert stats.evictions == 1000 - len(here)
+        assert 50 < len(here) < 600
+        assert 1000 <= stats.rows + stats.evictions < 1020  # a full server may forget at each command
         assert (stats.corrupt, stats.faults) == (0, 0) and stats.bytes <= 5e6
         assert tier.counts()["remote_evictions"] == stats.evictions
         assert put(tier, [1, 2], 2000) == 2

@@ -108,35 +108,3 @@ meet("end")  # the rows go with the last process
 def test_each_item_is_computed_once(tmp_path):
     computed = [name for names in together(EACH_ONCE, tmp_path, "start", "end") for name in names]
     assert len(computed) == len(set(computed)) > 390
-
-
-DROPS = (
-    JOINING
-    + """
-tier = join(200_000_000)
-reader, names = join(200_000_000), list(range(600))
-
-
-def read():
-    end, seen = time.monotonic() + 1.0, 0
-    while time.monotonic() < end:
-        seen += len(found(reader, names, 2000))  # each row is compared
-    assert seen > 600, seen
-    assert reader.stats().corrupt == reader.stats().faults == 0
-
-
-put(tier, names, 2000)
-pid = forked(read)
-drops = 0
-while os.waitpid(pid, os.WNOHANG) == (0, 0):
-    tier.drop(keys_of([]).namespace)
-    put(tier, names, 2000)
-    drops += 1
-print(drops)
-"""
-)
-
-
-@pytest.mark.slow
-def test_dropping_while_another_process_gathers(tmp_path):
-    assert int(warm.run(DROPS, tmp_path).words[0]) > 3

@@ -24,7 +24,6 @@ from torchcache2.core.settings import Policy
 from torchcache2.tiers.memory.arena import Arena
 
 _GROUP_BYTES = 256  # estimated size of a group
-_MOST_ARENAS = 10_000  # an arena takes a few kilobytes outside the budget
 _MOST_GROUPS = 100_000  # in one namespace
 _EVICTED_AT_ONCE = 64  # evict at least a 64th of all rows, as each search reads all ticks
 
@@ -103,8 +102,6 @@ class ArenaTable:
 
     def make(self, namespace: bytes, name: Name, *, are_remote: bool) -> Arena:
         """Add an arena for a schema. For `are_remote`, see `Arena`."""
-        if len(self) >= _MOST_ARENAS:
-            self.drop_unused(namespace)
         schema, _, device = name
         arena = Arena(schema, device, self.budget, self._runtime, are_remote=are_remote)
         self._arenas.setdefault(namespace, {})[name] = arena

@@ -110,7 +110,7 @@ class RedisClaims:
     def delete(self, held: _Held, keys: Keys) -> None:
         """Delete some claims if they certainly still belong to this process."""
         if len(keys) and held.pid == os.getpid() and self.clock() < held.until:
-            self.clients.counts(b"DEL", claim_names(keys), keys.words)
+            self.clients.run([(b"DEL", name) for name in claim_names(keys)], keys.words)
 
     def close(self) -> None:
         """Give up everything."""

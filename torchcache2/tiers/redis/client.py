@@ -38,11 +38,8 @@ _NEEDED: tuple[Command, ...] = (
 )
 _SLOTS = b"CLUSTER", b"SLOTS"
 _TRIED = b"MGET", b"torchcache2:try"  # nothing has this name
-_BLOCK = 256 << 10  # bytes sent at once: each piece has a timeout, and costs a system call
 _PAGE = 1000  # names that a server visits for a page of SCAN
-_REPLY = 8 << 20  # most bytes of a reply
-_UNSEEN, _SEEN = 32 << 10, 1 << 10  # least assumed bytes of a value, before and after one was seen
-_PREFIX = 45  # bytes at the start of names, shared by a namespace
+_ASKED = 64  # values asked of a server at once: it holds its whole answer in memory
 _SECRET = ("password", "ssl_password")
 _LONGEST = 200  # characters of an error
 _DOWN = ("ClusterDownError", "MasterDownError")  # by name, as redis-py is imported only when used
@@ -114,7 +111,7 @@ class Node:
         On an error, drop it instead: without references, it is closed.
         """
         connection = self._take()
-        connection.send_packed_command(_blocks(connection, commands))
+        connection.send_packed_command(connection.pack_commands(commands))
         return connection
 
     def reply(self, connection: Any) -> Any:
@@ -253,7 +250,6 @@ class Clients:
         self._route: tuple[list[Node], Shares | Slots] = nodes, Shares([node.name for node in nodes])
         self._is_noticed = False  # whether we know if this is a Redis Cluster
         self._looked = 0.0
-        self._sizes: dict[bytes, float] = {}  # guessed sizes of values, by prefix of a namespace
         self._closed = False
 
     def __repr__(self) -> str:
@@ -275,30 +271,21 @@ class Clients:
         The value of ``names[i]`` lies on the server of the key ``words[i]``, uint64 ``(n, 2)``.
         """
         values: list[bytes | None] = [None] * len(names)
-        left, is_cluster = self._by_node(names, words)
-        while left:
-            asked, pieces = {}, {}
-            for node, places in left.items():
-                count = max(1, int(_REPLY / self._sizes.get(names[places[0]][:_PREFIX], _REPLY)))
-                pieces[node] = some = places[:count]
+        places, is_cluster = self._by_node(names, words)
+        for start in range(0, max(map(len, places.values()), default=0), _ASKED):
+            asked, groups = {}, {}
+            for node, which in places.items():
+                some = which[start : start + _ASKED]
                 # In a cluster, a command must not span slots.
-                groups = [[place] for place in some] if is_cluster else [some]
-                asked[node] = [(b"MGET", *[names[place] for place in group]) for group in groups]
-            answers = self._exchange(asked)
-            for node, places in pieces.items():
-                found = _values(answers[node], len(places))
-                if found is None:
-                    if answers[node][0] is not LOST:
+                groups[node] = [[place] for place in some] if is_cluster else [some] if some else []
+                asked[node] = [(b"MGET", *[names[place] for place in group]) for group in groups[node]]
+            for node, replies in self._exchange(asked).items():
+                for group, reply in zip(groups[node], replies, strict=True):
+                    if _are_values(reply, len(group)):
+                        for place, value in zip(group, reply, strict=True):
+                            values[place] = value
+                    elif not failed(reply):
                         self._failed(node, ValueError("it answers MGET with something else"))
-                    continue
-                self._note_sizes(names[places[0]][:_PREFIX], found)
-                for place, value in zip(places, found, strict=True):
-                    values[place] = value
-            left = {
-                node: rest
-                for node, places in left.items()
-                if answers[node][0] is not LOST and (rest := places[len(pieces[node]) :])
-            }
         return values
 
     def run(self, commands: Sequence[Command], words: Words) -> list[Any]:
@@ -315,41 +302,16 @@ class Clients:
             if not self._may_write(node):
                 which = places[node] = [i for i in which if commands[i][0] != b"SET"]
             asked[node] = [commands[i] for i in which]
-        for _, name, value, *_ in (command for command in commands if command[0] == b"SET"):
-            if len(value) > self._sizes.get(name[:_PREFIX], 0):
-                self._sizes[name[:_PREFIX]] = max(len(value), _SEEN)
         answers = self._exchange(asked)
         for node, which in places.items():
             for place, reply in zip(which, answers[node], strict=True):
                 replies[place] = reply
         return replies
 
-    def counts(self, command: bytes, names: Sequence[bytes], words: Words) -> list[tuple[list[int], Any]]:
-        """The replies to a command that counts names, such as EXISTS.
-
-        Far faster than a command per name. Returns, with each reply (as of `run`), the positions in `names`
-        that it counts: all of a server, or one in a Redis Cluster.
-        """
-        places, is_cluster = self._by_node(names, words)
-        groups = {node: [[i] for i in which] if is_cluster else [which] for node, which in places.items()}
-        asked = {node: [(command, *[names[i] for i in group]) for group in of] for node, of in groups.items()}
-        answers = self._exchange(asked)
-        return [pair for node, of in groups.items() for pair in zip(of, answers[node], strict=True)]
-
     def exist(self, names: Sequence[bytes], words: Words) -> Flags:
-        """Whether each name exists, bool ``(n,)``; False on a failing server.
-
-        Asks each server for all its names at once, and one by one only if it has some but not all.
-        """
-        there, unsure = np.zeros(len(names), bool), list[int]()
-        for places, count in self.counts(b"EXISTS", names, words):
-            if count == len(places):
-                there[places] = True
-            elif isinstance(count, int) and count:
-                unsure += places
-        commands = [(b"EXISTS", names[place]) for place in unsure]
-        there[unsure] = [reply == 1 for reply in self.run(commands, words[unsure])]
-        return there
+        """Whether each name exists, bool ``(n,)``; False on a failing server."""
+        replies = self.run([(b"EXISTS", name) for name in names], words)
+        return np.array([reply == 1 for reply in replies], bool)
 
     def each(self, *command: Any) -> list[Any]:
         """The reply of each server to one command."""
@@ -445,13 +407,6 @@ class Clients:
                 self._route = [self._node(server) for server in slots.nodes], slots
                 return True
         return False
-
-    def _note_sizes(self, prefix: bytes, values: Sequence[bytes | None]) -> None:
-        """Learn the size of a namespace's values; too large a guess shrinks step by step."""
-        largest = max(map(len, filter(None, values)), default=0)
-        guess = self._sizes.get(prefix, _REPLY)
-        least = _SEEN if largest or guess < _UNSEEN else _UNSEEN
-        self._sizes[prefix] = max(largest, least, guess / 4)
 
     # Commands and replies.
 
@@ -590,37 +545,9 @@ class Clients:
         return ""
 
 
-def _blocks(connection: Any, commands: Sequence[Command]) -> Iterator[bytes | memoryview]:
-    """The bytes of commands: small ones joined, large ones cut without a copy."""
-    pieces, size = list[bytes](), 0
-    for command in commands:
-        for packed in connection.pack_command(*command):
-            if pieces and size + len(packed) > _BLOCK:
-                yield b"".join(pieces)
-                pieces, size = [], 0
-            if len(packed) < _BLOCK // 4:
-                pieces.append(packed)
-                size += len(packed)
-                continue
-            if pieces:
-                yield b"".join(pieces)
-                pieces, size = [], 0
-            whole = memoryview(packed)
-            yield from (whole[start : start + _BLOCK] for start in range(0, len(whole), _BLOCK))
-    if pieces:
-        yield b"".join(pieces)
-
-
-def _values(replies: Sequence[Any], count: int) -> list[bytes | None] | None:
-    """The values in replies to one or more MGET; None for other replies."""
-    if not all(isinstance(reply, (list, Exception)) for reply in replies):
-        return None
-    lists: list[list[Any]] = [
-        reply if isinstance(reply, list) else [None] * (count // len(replies)) for reply in replies
-    ]
-    found = lists[0] if len(lists) == 1 else [value for one in lists for value in one]
-    is_right = len(found) == count and set(map(type, found)) <= {bytes, type(None)}
-    return found if is_right else None
+def _are_values(reply: Any, count: int) -> bool:
+    """Whether a reply is one to MGET of so many names."""
+    return isinstance(reply, list) and len(reply) == count and set(map(type, reply)) <= {bytes, type(None)}
 
 
 def _is_page(reply: Any) -> bool:

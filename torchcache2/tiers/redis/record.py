@@ -95,7 +95,6 @@ class Records:
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
         self._plain = codec_of("none")
-        self._heads: dict[tuple[Schema, tuple[bool, ...], str], bytes] = {}
         self._parsed: dict[bytes, _Parsed] = {}
 
     def encode(self, keys: Keys, rows: Rows) -> list[bytes]:
@@ -106,7 +105,8 @@ class Records:
         columns = [as_bytes(column).numpy() for column in rows.in_logical_order().columns]
         lanes = [lane(leaf.stored) for leaf in rows.schema.leaves]
         codec = self._codec if self._saves(columns, lanes, len(rows)) else self._plain
-        head, values = self._head(rows.schema, codec), []
+        text, values = schema_text(rows.schema).encode(), list[bytes]()
+        head = _START.pack(_MAGIC, _CODECS.index(codec.name), len(text)) + text
         views = [(column.reshape(-1).data, column.shape[1]) for column in columns if column.shape[1]]
         for i, seed in enumerate(_seeds(keys)):
             pieces: list[Any]
@@ -169,18 +169,6 @@ class Records:
             before += sum(map(len, row))
             after += len(self._codec.encode(row, lanes))
         return after < (1 - _LEAST_SAVED) * before
-
-    def _head(self, schema: Schema, codec: Codec) -> bytes:
-        """The head of values of a schema and codec."""
-        name = schema, schema.layout, codec.name
-        head = self._heads.get(name)
-        if head is None:
-            text = schema_text(schema).encode()
-            head = _START.pack(_MAGIC, _CODECS.index(codec.name), len(text)) + text
-            if len(self._heads) >= _MOST_HEADS:
-                self._heads = {}
-            self._heads[name] = head
-        return head
 
     def _parse(self, head: bytes) -> _Parsed:
         """The content of a head that `_head_of` has accepted."""

@@ -239,13 +239,13 @@ def find_or_start(name: bytes, host: str | None, capacity: Size, policy: Policy)
     `OptionError` if it cannot be started.
     """
     require_redis('backend="redis"')
-    limits = _Limits.of(capacity, policy)
+    size = parse_size("capacity_per_node", capacity, free=free_memory(torch.device("cpu")))
     folder = _place(name)
     remove_leftovers(os.path.dirname(folder), _PREFIX.format(machine()), folder, _remove_if_dead)
     guard = os.path.join(folder, watcher.HELD)
     try:
         with locked(os.path.join(folder, watcher.FILE), _PATIENCE) as lock:
-            server = _running(guard, lock.file, limits) or _started(folder, lock.file, host, limits)
+            server = _running(guard, lock.file) or _started(folder, lock.file, host, size, policy)
             return Found(server, guard)
     except (OSError, LockTimeoutError) as error:
         raise OptionError(f"a Redis server cannot be started in {folder}: {error}") from None
@@ -259,24 +259,10 @@ def _place(name: bytes) -> str:
     return folder if length <= _LONGEST else os.path.join("/tmp", own)
 
 
-class _Limits(NamedTuple):
-    """How much a server may keep: as requested, and in bytes."""
-
-    asked: str
-    capacity: int
-    policy: Policy
-
-    @classmethod
-    def of(cls, capacity: Size, policy: Policy) -> _Limits:
-        free = free_memory(torch.device("cpu"))
-        return cls(repr(capacity), parse_size("capacity_per_node", capacity, free=free), policy)
-
-
-def _running(guard: str, file: Descriptor, limits: _Limits) -> Server | None:
+def _running(guard: str, file: Descriptor) -> Server | None:
     """The server named in the file if it runs; from then on this process keeps it alive."""
     try:
-        there = json.loads(os.pread(file.number, 1 << 16, 0))
-        server, its = Server.of(there["address"]), _Limits(*there["limits"])
+        server = Server.of(json.loads(os.pread(file.number, 1 << 16, 0))["address"])
     except (ValueError, KeyError, TypeError):  # none was started here, or not completely
         return None
     if not hold_file(guard):
@@ -284,18 +270,10 @@ def _running(guard: str, file: Descriptor, limits: _Limits) -> Server | None:
     if not answers(server):
         let_go(guard)
         return None
-    # Compare shares of free memory as shares: in bytes, they differ from one moment to the next.
-    is_same = limits.asked == its.asked or limits.capacity == its.capacity
-    if not is_same or limits.policy != its.policy:
-        logger.info(
-            "the Redis server of this job already runs with capacity_per_node=%s (%s) and policy=%r, so "
-            "capacity_per_node=%s, policy=%r are ignored",
-            *(its.asked, size_text(its.capacity), its.policy, limits.asked, limits.policy),
-        )
     return server
 
 
-def _started(folder: str, file: Descriptor, host: str | None, limits: _Limits) -> Server:
+def _started(folder: str, file: Descriptor, host: str | None, capacity: int, policy: Policy) -> Server:
     """Start a server, and write its address to the file; this process keeps it alive."""
     programs = [os.path.abspath(program) for program in find_servers()]
     if not programs:
@@ -306,7 +284,7 @@ def _started(folder: str, file: Descriptor, host: str | None, limits: _Limits) -
         with contextlib.suppress(FileNotFoundError):
             os.unlink(old)
     password = token_urlsafe(32)
-    told = configuration(folder, host or where, password, limits.capacity, limits.policy)
+    told = configuration(folder, host or where, password, capacity, policy)
     os.close(os.open(guard, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     try:
         hold_file(guard)  # before the watcher starts, so that it notices if this process is killed
@@ -315,7 +293,7 @@ def _started(folder: str, file: Descriptor, host: str | None, limits: _Limits) -
             raise OptionError(f"no Redis server could be started, 6.2 or later: {_why(answer['errors'])}")
         address = {"host": host, "port": answer["port"]} if host else {"path": where}
         server = Server.of({**address, "password": password})
-        about = {"address": dict(server.options), "limits": limits, **answer}
+        about = {"address": dict(server.options), **answer}
         os.ftruncate(file.number, 0)
         os.pwrite(file.number, json.dumps(about).encode(), 0)
         if not answers(server):
@@ -324,7 +302,7 @@ def _started(folder: str, file: Descriptor, host: str | None, limits: _Limits) -
         let_go(guard)  # then the watcher ends the server
         watcher.remove(folder)
         raise
-    logger.debug("a Redis server was started: %s, %s", server.name, size_text(limits.capacity))
+    logger.debug("a Redis server was started: %s, %s", server.name, size_text(capacity))
     return server
 
 

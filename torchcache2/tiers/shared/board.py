@@ -142,7 +142,7 @@ _PID, _START = range(2)
 _PID_BITS = 22  # the most that Linux gives a pid
 _INODE, _DROPPED, _BYTES, _ROWS, _UNCLAIMED, _NAMESPACE = range(6)  # of a file; its namespace is two words
 _FILE, _MEMBER, _DESCRIPTOR = range(3)
-_SMALL, _SUFFICIENT = 30_000, 200_000  # bytes: a budget from the first on has the room of the second
+_SMALL, _SUFFICIENT = 30_000, 200_000  # bytes: a budget from the first on counts as at least the second
 
 
 class Board:
@@ -162,19 +162,15 @@ class Board:
     Attributes
     ----------
     budget : int
-        Bytes that the files and this board together never exceed; see `uncounted`.
+        Bytes that the files and this board together never exceed.
     is_full : int
         1 if rows found no room, and none was made since.
     pressure : int
         Grows when a process needs room: each process then frees what it does not use.
-    changes : int
-        Grows when a file is added.
-    progress : int
-        Grows while the holder of the lock does long work.
     """
 
-    budget, is_full, pressure, changes, progress = _Word(4), _Word(6), _Word(7), _Word(8), _Word(9)
-    _drainer = _Word(10)  # pid and start time of the process that `drains`
+    budget, is_full, pressure = _Word(4), _Word(6), _Word(7)
+    _drainer = _Word(8)  # pid and start time of the process that `drains`
 
     def __init__(self, region: Region | None, name: bytes, lock: int, budget: int) -> None:
         is_new = region is None
@@ -205,16 +201,9 @@ class Board:
     # Bytes and rows
 
     @property
-    def uncounted(self) -> int:
-        """Bytes that a small budget does not count: the board alone would fill it."""
-        budget = self.budget
-        return max(0, _SUFFICIENT - budget) if budget >= _SMALL else 0
-
-    @property
     def nbytes(self) -> int:
         """Bytes of all files."""
-        size = int(self._files[self._files[:, _INODE] != 0, _BYTES].sum())
-        return max(0, size - max(0, self.uncounted - _SIZE))
+        return int(self._files[self._files[:, _INODE] != 0, _BYTES].sum())
 
     @property
     def rows(self) -> int:
@@ -228,7 +217,8 @@ class Board:
     @property
     def free(self) -> int:
         """Bytes that are left."""
-        return self.budget - max(0, _SIZE - self.uncounted) - self.nbytes
+        budget = self.budget
+        return (budget if budget < _SMALL else max(budget, _SUFFICIENT)) - _SIZE - self.nbytes
 
     def charge(self, file: int, size: int) -> bool:
         """Add bytes, or subtract them, for a file; False if so many are not free."""
@@ -338,7 +328,6 @@ class Board:
         if not self.hold(file, region, member):
             return None
         self._files[file, _INODE] = region.inode
-        self.changes += 1
         return file
 
     def hold(self, file: int, region: Region, member: int) -> bool:

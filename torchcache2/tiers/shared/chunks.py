@@ -4,16 +4,15 @@ The region reserves all the address space that could ever be needed, so ranges n
 they grow, under the lock. The first page, the head, holds numbers. A process killed while a range grows
 leaves only bytes that are counted and not used.
 
-Rows of one schema lie in chunks, column by column. In a chunk of `_MANY` rows or more, a column begins at a
-multiple of its row bytes, counted from the beginning of the region: so the region is one array of rows for
-each width, and one `gather` takes rows from all of these chunks. The first chunk of a schema has room for
-just the rows that were put, a later one for a quarter of those before, up to 64 MB: a row of a rare shape is
-a chunk of one. Such small chunks are not aligned, which would cost half a row each; their rows are copied
-after those of the others.
+Rows of one schema lie in chunks, column by column. A column begins at a multiple of its row bytes, counted
+from the beginning of the region: so the region is one array of rows for each width, and one `gather` takes
+rows from all chunks. A chunk has room for the rows that were put, and for a quarter of those before, up to 64
+MB. Where this would be fewer than `_MANY` rows, as for a rare shape, each row is single: it takes just its
+bytes, and is copied after those of the chunks.
 
-A location is a chunk's number and a row's number in it. Rows are given out under the lock, and never twice.
-The description of a chunk or schema is written before its number becomes visible. A process reserves the
-memory of its rows, without the lock, before it writes.
+A location is a chunk's number and a row's number in it, or the schema and the place of a single row. Rows are
+given out under the lock, and never twice. The description of a chunk or schema is written before its number
+becomes visible. A process reserves the memory of its rows, without the lock, before it writes.
 """
 
 from __future__ import annotations
@@ -56,11 +55,12 @@ _TEXT, _LENGTH, _CURRENT, _TOTAL = range(4)  # of a schema: current is chunk << 
 _ROW = (1 << 32) - 1
 _SLAB = 64 << 20  # most bytes of a chunk, unless more are needed now
 _Numbers = TypeVar("_Numbers", int, Positions)
-_Spans = tuple[Schema, list[tuple[int, int]]]
 _MOST_SPANS = 4096  # chunks
-_POPULATED = 256 << 10  # bytes; smaller chunks are not populated
-_MANY = 16  # rows of a chunk that is aligned to them
-_UNIT = 16  # bytes that the columns of smaller chunks are aligned to, for their numbers
+_POPULATED = 256 << 10  # bytes; fewer are not populated
+_MANY = 16  # least rows of a chunk
+_UNIT = 8  # bytes that the columns of single rows are aligned to
+_SINGLE, _NUMBER_AT, _PLACE = 1 << 62, 40, (1 << 40) - 1  # a single's location: schema, place in units
+_MOST_SCHEMAS = 1 << 22
 
 
 class Space:
@@ -155,9 +155,9 @@ class Chunks:
         self._space, self._head = space, space.head
         self._known: list[Schema | None] = []  # by number; None: its classes are unknown here
         self._numbers: dict[tuple[Schema, tuple[bool, ...]], int] = {}
-        self._populated: dict[int, int] = {}  # rows of a chunk whose pages are mapped
+        self._families: dict[Schema, int] = {}  # a schema that differs in its shapes only
         self._data = space.bytes.data
-        self._spans: dict[int, _Spans] = {}  # by chunk
+        self._spans: dict[int, tuple[Schema, list[tuple[int, int]]]] = {}  # by chunk; see `row`
         self._schemas = self._schema_rows()
         self._see_chunks()
 
@@ -176,12 +176,16 @@ class Chunks:
         """
         name = schema, schema.layout
         if name not in self._numbers:
-            text = json.dumps(schema_to_json(schema)).encode()
+            text: list[Any] | dict[str, Any] = schema_to_json(schema)
             with self._space.lock():
                 self._learn()
-                if name not in self._numbers and not self._teach(text):
-                    return None
-                self._learn()
+                if name not in self._numbers:
+                    like = self._families.get(schema.family)
+                    if like is not None:
+                        text = [like, *[leaf.shape for leaf in schema.leaves]]
+                    if not self._teach(json.dumps(text).encode()):
+                        return None
+                    self._learn()
         if self._numbers.setdefault(name, 0) == 0:  # its text does not read back as this schema
             raise UnserialisableError("the schema of the output cannot be written as text")
         return self._numbers[name]
@@ -190,7 +194,9 @@ class Chunks:
         """Write a schema down; False if there is no room for it."""
         number, start = int(self._head[_SCHEMAS]), int(self._head[_TEXT_END])
         end = start + len(text)
-        if not self._space.grow("schemas", 32 * (number + 1)) or not self._space.grow("texts", end):
+        if number >= _MOST_SCHEMAS or not self._space.grow("schemas", 32 * (number + 1)):
+            return False
+        if not self._space.grow("texts", end):
             return False
         self._schemas = self._schema_rows()
         self._head[_TEXT_END] = end
@@ -207,11 +213,16 @@ class Chunks:
             self._known.append(schema)
             if schema is not None:
                 self._numbers[schema, schema.layout] = number
+                self._families.setdefault(schema.family, number)
 
     def _read(self, number: int) -> Schema | None:
         start, length = self._schemas[number, :_CURRENT].tolist()
         try:
-            return schema_from_json(json.loads(self._texts(start, length).tobytes()))
+            text = json.loads(self._texts(start, length).tobytes())
+            if isinstance(text, dict):
+                return schema_from_json(text)
+            like = self.schema(text[0])  # only its shapes differ
+            return None if like is None else like.with_shapes(map(tuple, text[1:]))
         except (DamagedError, UnknownClassError, ValueError):
             return None
 
@@ -228,7 +239,7 @@ class Chunks:
 
     def schemas_of(self, locations: Positions) -> Positions:
         """The number of the schema of each row."""
-        numbers: Positions = self._of_chunks(locations)[1] >> 32
+        numbers: Positions = self._of_rows(locations)[1] >> 32
         return numbers
 
     # Rows
@@ -245,43 +256,59 @@ class Chunks:
         first = min(count, left)
         places = [np.arange(current, current + first)]
         self._schemas[number, _CURRENT] = current + first
-        if first < count:
-            places.append(self._add(number, schema, count - first))
+        count -= first
+        rows = max(count, min(int(self._schemas[number, _TOTAL]) // 4, _SLAB // max(1, schema.row_bytes)))
+        if rows < _MANY:
+            singles = iter(lambda: self._add_single(number, schema), None)
+            places += [np.array([single]) for _, single in zip(range(count), singles, strict=False)]
+        elif count:
+            places.append(self._add_chunk(number, schema, count, rows))
         return [place for place in places if len(place)]
 
-    def _add(self, number: int, schema: Schema, count: int) -> Positions:
+    def _add_single(self, number: int, schema: Schema) -> int | None:
+        """The location of a new single row; under the lock. None if there is no room."""
+        begin = self._add(schema, 1)
+        if begin is None:
+            return None
+        self._schemas[number, _TOTAL] += 1
+        return _SINGLE | number << _NUMBER_AT | begin // _UNIT
+
+    def _add_chunk(self, number: int, schema: Schema, count: int, rows: int) -> Positions:
         """Locations in a new chunk, whose rest is for later rows; under the lock."""
-        board, chunk = self._space.board, int(self._head[_CHUNKS])
+        chunk = int(self._head[_CHUNKS])
         if not all(self._space.grow(name, 8 * (chunk + 1)) for name in ("offsets", "kinds")):
             return np.empty(0, np.int64)
         self._see_chunks()
-        rows = max(count, min(int(self._schemas[number, _TOTAL]) // 4, _SLAB // max(1, schema.row_bytes)))
-        if self._extent(schema, rows)[2] > board.free:
-            smaller = range(1, count + 1)
-            rows = bisect.bisect(smaller, board.free, key=lambda some: self._extent(schema, some)[2])
-        begin, end, size = self._extent(schema, rows)
-        is_possible = rows > 0 and end <= self._space.region.size
-        if not is_possible or not board.charge(self._space.file, size):
+        if self._extent(schema, rows)[2] > self._space.board.free:
+            free = self._space.board.free
+            rows = bisect.bisect(range(1, count + 1), free, key=lambda some: self._extent(schema, some)[2])
+        begin = self._add(schema, rows) if rows else None
+        if begin is None:
             return np.empty(0, np.int64)
         self._offsets[chunk], self._kinds[chunk] = begin, number << 32 | rows
-        self._head[_DATA_END] = end
         self._head[_CHUNKS] = chunk + 1
         taken = min(count, rows)
         self._schemas[number, _TOTAL] += rows
         self._schemas[number, _CURRENT] = chunk << 32 | taken
         return np.arange(taken) + (chunk << 32)
 
+    def _add(self, schema: Schema, rows: int) -> int | None:
+        """Where room for rows begins that nobody else gets; under the lock. None if there is none."""
+        begin, end, size = self._extent(schema, rows)
+        most = min(self._space.region.size, _PLACE * _UNIT)
+        if end > most or not self._space.board.charge(self._space.file, size):
+            return None
+        self._head[_DATA_END] = end
+        return begin
+
     def _extent(self, schema: Schema, rows: int) -> tuple[int, int, int]:
-        """Where a new chunk would begin and end, and the bytes of pages that it would add."""
-        end = int(self._head[_DATA_END])
+        """Where new rows would begin and end, and the bytes of pages that they would add."""
+        before = int(self._head[_DATA_END])
         widths = [leaf.row_bytes for leaf in schema.leaves if leaf.row_bytes]
-        begin = int(_aligned(end, rows, widths[0])) if widths else end
-        size, paged = 0, pages(end)
+        begin = end = int(_aligned(before, rows, widths[0] if widths else 1))
         for width, start in zip(widths, _begins(widths, begin, rows), strict=True):
             end = int(start) + rows * width
-            size += max(0, pages(end) - max(paged, int(start) // PAGE * PAGE))
-            paged = max(paged, pages(end))
-        return begin, end, size
+        return begin, end, pages(end) - pages(before)
 
     def write(self, schema: Schema, locations: Positions, rows: Rows) -> bool:
         """Copy rows to consecutive locations from `take`; False if there is no memory."""
@@ -294,7 +321,7 @@ class Chunks:
                 if not self._space.give_memory(start, size):
                     return False
                 if size >= _POPULATED:
-                    self._space.region.populate(start, start + size, writes=True)
+                    self._space.region.populate(start, start + size)
                 write(self._space.region.rows(1)[start : start + size].view(-1, width), 0, values)
         return True
 
@@ -333,56 +360,39 @@ class Chunks:
 
     def row(self, location: int) -> tuple[Schema, list[memoryview]] | None:
         """The bytes of a row where they lie, for each leaf; None if its schema is unknown."""
-        spans = self._spans_of(location >> 32)
-        if spans is None:
-            return None
-        row, data = location & _ROW, self._data
-        return spans[0], [data[first + row * size : first + (row + 1) * size] for first, size in spans[1]]
-
-    def _spans_of(self, chunk: int) -> _Spans | None:
-        """The schema of a chunk, and where each leaf's rows begin and how long they are, in bytes."""
-        found = self._spans.get(chunk)
+        found, row = self._spans.get(location >> 32), location & _ROW
         if found is None:
-            if chunk >= len(self._kinds):
-                self._see_chunks()
-            schema = self.schema(self._kinds.item(chunk) >> 32)
+            (begin,), (kind,), (row,) = self._of_rows(np.array([location]))
+            schema = self.schema(int(kind) >> 32)
             if schema is None:
                 return None
             sizes = [leaf.row_bytes for leaf in schema.leaves]
-            begins = _begins(sizes, self._offsets.item(chunk), self._kinds.item(chunk) & _ROW)
-            if len(self._spans) >= _MOST_SPANS:
-                self._spans.clear()
-            found = schema, [(int(begin), size) for begin, size in zip(begins, sizes, strict=True)]
-            self._spans[chunk] = found
-        return found
+            begins = map(int, _begins(sizes, int(begin), int(kind) & _ROW))
+            found, row = (schema, list(zip(begins, sizes, strict=True))), int(row)
+            if location < _SINGLE:
+                if len(self._spans) >= _MOST_SPANS:
+                    self._spans.clear()
+                self._spans[location >> 32] = found
+        data = self._data
+        return found[0], [data[first + row * size : first + (row + 1) * size] for first, size in found[1]]
 
-    def populate(self, locations: Positions) -> None:
-        """Map the pages of the chunks of these rows, as far as rows were given out since the last time."""
-        for chunk in set((locations >> 32).tolist()):
-            spans = self._spans_of(chunk)
-            if spans is None:
-                continue
-            number, rows = divmod(int(self._kinds[chunk]), _ROW + 1)
-            first = self._populated.get(chunk, 0)
-            if rows * spans[0].row_bytes < _POPULATED or first == rows:
-                continue
-            current = int(self._schemas[number, _CURRENT])
-            end = current & _ROW if current >> 32 == chunk else rows
-            if end > first:
-                for start, size in spans[1]:
-                    self._space.region.populate(start + first * size, start + end * size)
-                self._populated[chunk] = end
-
-    def _of_chunks(self, locations: Positions) -> tuple[Positions, Positions]:
-        chunks = locations >> 32
-        if chunks.max(initial=0) >= len(self._kinds):
-            self._see_chunks()
-        return self._offsets.take(chunks), self._kinds.take(chunks)
+    def _of_rows(self, locations: Positions) -> tuple[Positions, Positions, Positions]:
+        """Of each row: where its chunk begins, the chunk's schema << 32 | rows, and its number there."""
+        chunks, rows = locations >> 32, locations & _ROW
+        if chunks.max(initial=0) < len(self._kinds):
+            return self._offsets.take(chunks), self._kinds.take(chunks), rows
+        self._see_chunks()
+        begins, kinds = (locations & _PLACE) * _UNIT, (locations ^ _SINGLE) >> _NUMBER_AT << 32 | 1
+        others = locations < _SINGLE
+        rows[~others] = 0
+        chunks = chunks[others]
+        begins[others], kinds[others] = self._offsets.take(chunks), self._kinds.take(chunks)
+        return begins, kinds, rows
 
     def _places(self, schema: Schema, locations: Positions) -> Iterator[Positions]:
         """The first byte of the rows at these locations, for each column."""
-        begins, kinds = self._of_chunks(locations)
-        rows, widths = locations & _ROW, [leaf.row_bytes for leaf in schema.leaves]
+        begins, kinds, rows = self._of_rows(locations)
+        widths = [leaf.row_bytes for leaf in schema.leaves]
         for width, begin in zip(widths, _begins(widths, begins, kinds & _ROW), strict=True):
             yield begin + rows * width
 
@@ -397,7 +407,7 @@ class Chunks:
 
 
 def _begins(widths: list[int], begin: _Numbers, rows: _Numbers) -> Iterator[_Numbers]:
-    """The first byte of each column, for chunks that begin there and have so many rows."""
+    """The first byte of each column, for chunks that begin there and have so many rows, or single rows."""
     end: _Numbers | None = None
     for width in widths:
         if width:
@@ -408,6 +418,6 @@ def _begins(widths: list[int], begin: _Numbers, rows: _Numbers) -> Iterator[_Num
 
 def _aligned(end: _Numbers, rows: _Numbers, width: int) -> _Numbers:
     """Where a column that comes after this byte begins."""
-    unit: Any = np.where(rows < _MANY, _UNIT, width)
+    unit: Any = np.where(rows == 1, _UNIT, width)
     aligned: _Numbers = -(-end // unit) * unit
     return aligned

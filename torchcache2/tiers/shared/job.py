@@ -13,7 +13,6 @@ process closes a namespace, its memory is freed.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import tempfile
 import time
@@ -34,7 +33,6 @@ _FOLDER = "torchcache2_ranks_{}"  # in the folder for temporary files
 _AT_EXIT = 1.0  # seconds to wait for the lock when the process ends
 _BETWEEN_LOOKS = 1.0  # seconds between requests for room while memory is full
 _MOST_OPEN = 64  # each takes two descriptors
-_MOST_ABSENT = 1000  # namespaces known to have no file
 
 
 class Job:
@@ -110,7 +108,6 @@ class Job:
             regions = (Region.open(*place) for place in self._listed().tolist())
             boards = (one for one in regions if one is not None and Board.is_one(one, self._name, inode))
             self.board = Board(next(boards, None), self._name, inode, self._budget)
-            self.lock.progress = functools.partial(getattr, self.board, "progress")
             self._enter()
 
     def _enter(self) -> None:
@@ -174,19 +171,12 @@ class Tables:
         Rows lost because this process, to make room, was the last to close them.
     """
 
-    open: dict[bytes, SharedTable]
-    _absent: dict[bytes, int]  # namespaces without a file, and `Board.changes` at that time
-
     def __init__(self, job: Job, in_use: Callable[[], Collection[bytes]] | None) -> None:
         self.evictions = 0
         self._job, self._in_use = job, in_use
         self._pressure = job.board.pressure
         self._last_look = 0.0
-        self.clear()
-
-    def clear(self) -> None:
-        """Close everything without changing the board."""
-        self.open, self._absent = {}, {}
+        self.open: dict[bytes, SharedTable] = {}
 
     def find(self, namespace: bytes, create: bool = False) -> SharedTable | None:
         """The table of a namespace, made if need be with `create`; None if there is none, or no room."""
@@ -196,19 +186,13 @@ class Tables:
         self.let_go(namespace)
         if len(self.open) >= min(_MOST_OPEN, most_open()):
             self.let_unused_go(namespace)
-        board = self._job.board
-        if not create and self._absent.get(namespace) == board.changes:
+        if not create and self._job.board.file_of(namespace) is None:
             return None
         with self._job.lock():
-            changes, table = board.changes, self._opened(namespace, create)
+            table = self._opened(namespace, create)
         if table is not None:
             self.open[namespace] = table
-            self._absent.pop(namespace, None)
-            return table
-        if len(self._absent) >= _MOST_ABSENT:
-            self._absent.clear()
-        self._absent[namespace] = changes
-        return None
+        return table
 
     def _opened(self, namespace: bytes, create: bool) -> SharedTable | None:
         """The table of a namespace that is not open yet; under the lock."""

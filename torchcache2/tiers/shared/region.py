@@ -21,7 +21,7 @@ from torchcache2.core.keys import Array
 
 PAGE = mmap.PAGESIZE
 _NAME = "torchcache2"  # which the system shows
-_POPULATE_READ, _POPULATE_WRITE = 22, 23  # MADV_POPULATE_* of Linux 5.14; Python does not define them
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14; Python does not define it
 
 
 class SharingError(Exception):
@@ -138,8 +138,8 @@ class Region:
         """Give the memory of whole pages back; they read as zeros from then on."""
         self._map.madvise(mmap.MADV_REMOVE, offset, size)
 
-    def populate(self, start: int, end: int, *, writes: bool = False) -> None:
-        """Map the pages of a range now: several times cheaper than a page fault for each."""
+    def populate(self, start: int, end: int) -> None:
+        """Map the pages of a range now, to write there: cheaper than a page fault for each."""
         start = start // PAGE * PAGE
-        with contextlib.suppress(OSError):  # an older kernel: reading faults them in
-            self._map.madvise(_POPULATE_WRITE if writes else _POPULATE_READ, start, end - start)
+        with contextlib.suppress(OSError):  # an older kernel
+            self._map.madvise(_POPULATE_WRITE, start, end - start)

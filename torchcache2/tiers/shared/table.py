@@ -46,7 +46,6 @@ from torchcache2.tiers.shared.region import PAGE, Region, pages
 
 _TABLE, _TAKEN = 0, 1  # words of the head: slots of the table, and ordinals in use
 _RANGES = {"keys": 16, "locations": 8, "sums": 8}  # bytes per ordinal
-_PART = 1 << 20  # slots that are placed at once
 _LEAST = PAGE // 8  # ordinals and slots at first; both fill whole pages
 Lock = Callable[[], AbstractContextManager[None]]
 
@@ -152,11 +151,11 @@ class SharedIndex:
             self.refresh()
         needed = min(needed, len(self.locations))
         slots = len(self._table.slots)
-        while needed > slots * 9 // 16:
+        while needed > slots * 5 // 8:
             slots *= 2
         if slots > len(self._table.slots):
             self._replace(slots)
-        return min(needed, len(self._table.slots) * 9 // 16)
+        return min(needed, len(self._table.slots) * 5 // 8)
 
     def _replace(self, slots: int) -> None:
         """Replace the table by one of `slots` slots, if there is memory for it."""
@@ -167,9 +166,7 @@ class SharedIndex:
             return
         new = KeyTable(space.region.array("<i8", start, slots), self._table.keys)
         new.slots.fill(0)  # a killed process may have left data there
-        for part in np.split(old, range(_PART, len(old), _PART)):
-            new.place(part[part > 0] & 0xFFFFFFFF)
-            space.board.progress += 1
+        new.place(old[old > 0] & 0xFFFFFFFF)
         self._head[_TABLE] = slots
         space.region.discard(space.start("slots") + old.nbytes, pages(old.nbytes))
         space.board.charge(space.file, -old.nbytes)
@@ -248,15 +245,14 @@ class SharedTable:
             if schema is None:  # its classes are unknown here
                 continue
             of, at = (ordinals, locations) if len(groups) == 1 else (ordinals[these], locations[these])
-            if self._seen().take(of).all():
-                parts.append((positions[these], self._chunks.gather(schema, at, runtime, spare)))
-                continue
-            fresh = np.flatnonzero(~self._seen()[of])
-            self._chunks.populate(at[fresh])
-            rows = self._chunks.gather(schema, at, runtime, spare)
-            good = self._check(rows, words[these], of, at, fresh)
-            if len(good) < len(rows):
-                these, rows = these[good], rows.take(torch.from_numpy(good))
+            rows, fresh = (
+                self._chunks.gather(schema, at, runtime, spare),
+                np.flatnonzero(~self._seen().take(of)),
+            )
+            if len(fresh):
+                good = self._check(rows, words[these], of, at, fresh)
+                if len(good) < len(rows):
+                    these, rows = these[good], rows.take(torch.from_numpy(good))
             if len(these):
                 parts.append((positions[these], rows))
         return parts

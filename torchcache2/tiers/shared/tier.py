@@ -114,7 +114,7 @@ class SharedTier(Tier):
         Which processes share, 16 bytes; see `job_name`.
     budget : int
         The most bytes of all files; the first process decides. Smaller budgets than 200 kB, down to 30 kB,
-        hold as many rows as one of 200 kB, most of which is bookkeeping.
+        count as 200 kB, most of which is bookkeeping.
     in_use : callable, optional
         The namespaces that something alive in this process uses; default: all.
     folder : str, optional
@@ -306,7 +306,7 @@ class SharedTier(Tier):
         self._faults += 1
         if isinstance(error, (LockTimeoutError, SharingError)):
             self._is_off = True
-            self._tables.clear()
+            self._tables.open.clear()
             self._job.abandon()
         # As text: a log record with the error itself would keep its frames alive.
         self._told("fault", "shared memory cannot be used, so its rows are computed again (%s)", repr(error))
@@ -315,12 +315,12 @@ class SharedTier(Tier):
         """Carry out requests that this and other processes have made meanwhile."""
         if self._closed:
             self._asked.clear()
-            self._tables.clear()
+            self._tables.open.clear()
             self._job.lock.patience = min(self._job.lock.patience, _AT_CLOSE)
             self._leaving()
             return
         if os.getpid() != self._job.pid and not self._is_off:
-            self._tables.clear()  # the parent may have been changing them
+            self._tables.open.clear()  # the parent may have been changing them
             self._job.rejoin()
         while self._asked:
             action, namespace = self._asked.popleft()
