@@ -311,13 +311,6 @@ def test_sets_are_told_apart():
     assert named(holding(loop)) == named(holding(loop))
 
 
-def test_storages_count_by_content():
-    storage = torch.ones(3).untyped_storage()
-    before = named(holding(storage))
-    assert named(holding(torch.ones(3).untyped_storage())) == before
-    assert named(holding(torch.zeros(3).untyped_storage())) != before
-
-
 # What has another content in each thread, or as long as something else lives.
 
 STATE = threading.local()

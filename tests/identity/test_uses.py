@@ -781,11 +781,7 @@ EDITED = {  # a configuration, what is read of it, and an edit
         "len(f'{args.scale}{vars(args)}')",
         lambda args: setattr(args, "__dict__", {"scale": 2.0}),
     ),
-    "content": (
-        lambda: Noted([2.0], 3.0),
-        "args.scale[0]",
-        lambda args: args.scale.__setitem__(0, 7.0),
-    ),
+    "content": (lambda: Noted([2.0], 3.0), "args.scale[0]", lambda args: args.scale.__setitem__(0, 7.0)),
 }
 
 

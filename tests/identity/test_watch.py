@@ -14,10 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from tests.helpers.outputs import hits
 from torchcache2 import torchcache

@@ -389,9 +389,7 @@ def place_of_weights(request, monkeypatch):
 
 @pytest.mark.usefixtures("place_of_weights")
 @pytest.mark.parametrize(
-    "between",
-    [lambda m: None, lambda m: setattr(m, "rate", float("1"))],
-    ids=["alone", "walked again"],
+    "between", [lambda m: None, lambda m: setattr(m, "rate", float("1"))], ids=["alone", "walked again"]
 )
 def test_rows_of_a_new_token_are_not_kept_under_the_old_weights(between, log):
     """As for textual inversion, which writes one row of the table."""

@@ -15,7 +15,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from gc import get_referents
 from itertools import accumulate, chain, islice
-from operator import contains, getitem, is_
+from operator import attrgetter, contains, getitem, is_
 from types import CellType
 from typing import Any, NamedTuple
 
@@ -46,6 +46,7 @@ _KINDS = (OrderedDict, dict, list, set, deque)
 _MISSING = object()
 
 _values: Callable[[Any], Iterable[Any]] = dict.values
+_content_of: Callable[[CellType], Any] = attrgetter("cell_contents")
 
 
 class Guard:
@@ -93,8 +94,9 @@ class Guard:
         self._watch_containers([container for container, _, _ in read])
         # `get_referents` is five times faster for dicts, but may leave out values of some.
         self._are_visited = all(len(get_referents(one)) >= len(one) for one in self._filled_dicts())
-        self._sizes, self._seen = self._look(root)
-        self._identities = _identities(self._seen)
+        self._sizes, seen = self._look(root)
+        self._seen = [*seen]
+        self._identities = _identities(self._seen, len(self._seen))
         # If something changed during the walk, the walk's parts do not describe the watched state.
         self._is_stale = not (
             all(scope.get(name) is value for scope, name, value in known.values())
@@ -148,7 +150,7 @@ class Guard:
             if any(self._empty.values()) or any(map(contains, *self._away)):
                 return False
             sizes, now = self._look(root)
-            if sizes != self._sizes or _identities(now) != self._identities:
+            if sizes != self._sizes or _identities(now, len(self._seen)) != self._identities:
                 return False
             if self._outlined() != self._outline:
                 return False
@@ -176,23 +178,20 @@ class Guard:
                 found[path] = "was appended to" if is_appended else "was edited"
         return found
 
-    def _look(self, root: Any) -> tuple[list[int], list[Any]]:
+    def _look(self, root: Any) -> tuple[list[int], Iterable[Any]]:
         """The sizes of dicts, and all objects compared by identity, in a fixed order."""
         filled = self._filled_dicts()
         sizes = [*map(len, filled), *map(len, self._dicts)]
         sizes += [len(fields) - len(left_out & fields.keys()) for fields, left_out in self._left_out]
-        found = [cell.cell_contents for cell in self._cells]
-        for read, value in self._reads:
-            found += read(value)
-        found += map(type, self.modules)
-        found += self._there.values()
-        found += get_referents(*filled) if self._are_visited else chain.from_iterable(map(_values, filled))
+        held = get_referents(*filled) if self._are_visited else chain.from_iterable(map(_values, filled))
+        cells, reads = map(_content_of, self._cells), (read(value) for read, value in self._reads)
+        found = [cells, *reads, map(type, self.modules), self._there.values(), held]
         if root is not None:
             fields = vars(root)
             sizes.append(len(fields) - len(self._root_left_out & fields.keys()))
-            found += [type(root), *map(fields.__getitem__, self._root_names)]
-            found += [type(fields.get(name)) for name in self._root_methods]
-        return sizes, found
+            own = [type(fields.get(name)) for name in self._root_methods]
+            found.append([type(root), *map(fields.__getitem__, self._root_names), *own])
+        return sizes, chain.from_iterable(found)
 
     def _filled_dicts(self) -> list[Any]:
         return [*self._held, *self._filled.values()]
@@ -273,9 +272,9 @@ class Undo:
             _restore(container, before)
 
 
-def _identities(objects: list[Any]) -> bytes:
-    """The addresses of objects, which identify them as long as they are alive."""
-    return np.fromiter(objects, object, len(objects)).tobytes()
+def _identities(objects: Iterable[Any], count: int) -> bytes:
+    """The addresses of `count` objects, which identify them as long as they are alive."""
+    return np.fromiter(objects, object, count).tobytes()
 
 
 def size_of(container: Any) -> int:
