@@ -68,10 +68,6 @@ class Configured(nn.Module):
         return x * self.config.rate
 
 
-def first_of(config):
-    return config["_use_default_values"][0]
-
-
 def two_of(make, frozen_dict):
     return [named(make(frozen_dict(rate=2, _use_default_values=values))) for values in ([3, 5], [5, 3])]
 

@@ -249,8 +249,8 @@ class Cache:
     def compute(self, batch: Batch, hits: Hits, mine: Positions) -> tuple[Any, Rows]:
         """Compute and keep the rows of items at some positions; also compute hits to check them.
 
-        Returns the whole batch's output, if all of it was computed, and the rows; `WrongRowsError` if found rows
-        differ from computed ones.
+        Returns the whole batch's output, if all of it was computed, and the rows. `WrongRowsError` if found
+        rows differ from computed ones.
         """
         checked, count = hits.checked, len(batch.keys)
         asked = _union(count, mine, checked) if len(checked) else mine

@@ -136,7 +136,7 @@ class Field(NamedTuple):
 class Walk(CodeWalk):
     """Everything that a module or function computes with, as named parts.
 
-    Ends with a `ShardedError` at a sharded module. With `reads_all`, attributes that no code reads count, too.
+    Ends with a `ShardedError` at a sharded module. With `reads_all`, attributes count that no code reads.
     `methods` are the called methods of an object: unless they are just a module's forward, all of its methods
     count. The `settings` name the folder with remembered digests of files. A path in `places` counts as its
     number.
