@@ -75,14 +75,7 @@ def test_all_variables_of_the_environment_count_at_import(tmp_path):
 
 
 LEVELS = [("DEBUG", "debug"), ("debug", "debug"), (" Info ", "info"), ("WARN", "warning")]
-LEVELS += [
-    ("WARNING", "warning"),
-    ("warn", "warning"),
-    ("ERROR", "error"),
-    ("10", "debug"),
-    ("15", "info"),
-    ("35", "error"),
-]
+LEVELS += [("ERROR", "error"), ("10", "debug"), ("15", "info"), ("35", "error")]
 
 
 @pytest.mark.parametrize(("level", "first"), LEVELS)
@@ -120,17 +113,6 @@ def test_a_bad_format_warns_and_is_replaced_by_the_default(capsys, fmt):
     assert capsys.readouterr().err == ""
 
 
-def test_code_does_the_same_as_the_environment(monkeypatch, tmp_path):
-    config = {"level": "INFO", "fmt": "%(asctime)s!%(message)s", "datefmt": "%y"}
-    file = tmp_path / "code.log"
-    from_code = lines_of(config | {"filename": file})
-    for name, value in zip(VARIABLES, (*config.values(), str(tmp_path / "environment.log")), strict=True):
-        monkeypatch.setenv(name, value)
-    assert lines_of({}) == from_code
-    assert len(from_code) == 3
-    assert (tmp_path / "environment.log").read_text() == file.read_text()
-
-
 def test_code_comes_before_the_environment(monkeypatch, tmp_path):
     for name, value in zip(
         VARIABLES, ("DEBUG", "environment %(message)s", "%y", str(tmp_path / "e")), strict=True
@@ -147,16 +129,6 @@ def test_an_empty_variable_is_one_that_is_not_set(monkeypatch):
         monkeypatch.setenv(name, "")
     (line,) = lines_of({}, ["info", "warning"])
     assert line.startswith("[torchcache2] - ")
-
-
-def test_a_file_is_appended_to_and_stderr_is_written_as_well(tmp_path, capsys):
-    file = tmp_path / "cache.log"
-    file.write_text("earlier\n")
-    for text in ("first", "sécond"):
-        set_logger_config(fmt="%(message)s", filename=str(file))
-        LOGGER.warning(text)
-    assert file.read_text(encoding="utf-8") == "earlier\nfirst\nsécond\n"
-    assert capsys.readouterr().err == "first\nsécond\n"
 
 
 def test_a_file_that_cannot_be_opened_is_warned_about_and_left_out(tmp_path):
@@ -188,19 +160,13 @@ def test_lines_go_to_stderr_as_it_is_when_they_are_written():
         assert stream.getvalue() == f"{text}\n"
 
 
-def test_the_root_logger_is_left_alone_and_hears_nothing():
-    root = logging.root
-    heard = []
-    handler = logging.Handler()
+def test_the_root_logger_hears_nothing():
+    heard, handler = [], logging.Handler()
     handler.emit = heard.append
-    root.addHandler(handler)
+    logging.root.addHandler(handler)
     try:
-        before = root.level, list(root.handlers), list(root.filters), root.disabled
-        set_logger_config(level="DEBUG", fmt="%(message)s", stream=io.StringIO())
+        set_logger_config(level="DEBUG", stream=io.StringIO())
         LOGGER.error("careful")
-        assert before == (root.level, root.handlers, root.filters, root.disabled)
         assert heard == []
-        logging.getLogger("somebody.else").error("careful")
-        assert len(heard) == 1
     finally:
-        root.removeHandler(handler)
+        logging.root.removeHandler(handler)

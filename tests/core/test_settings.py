@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchcache2 import CacheSettings, OptionError, TorchcacheError
+from torchcache2 import CacheSettings, OptionError
 from torchcache2.core.settings import disabled_by_environment
 from torchcache2.core.sizes import host_memory, parse_size
 
@@ -91,11 +91,6 @@ def test_a_float_is_a_share_of_what_is_free(share):
     assert parse_size("size", share, free=0) == 0
 
 
-def test_a_share_of_an_unknown_amount_is_an_error():
-    with pytest.raises(OptionError, match=r"^max_memory_cache_size=0\.5: the free amount cannot be read"):
-        parse_size("max_memory_cache_size", 0.5)
-
-
 @pytest.mark.parametrize("size", [1, 4, 999, "4", "16"])
 def test_a_small_number_needs_a_unit(size):
     with pytest.raises(OptionError, match=f"a unit with so small a number, such as '{size}GB', or '{size}B'"):
@@ -124,11 +119,6 @@ def test_a_wrong_value_is_an_error_that_names_option_value_and_what_is_expected(
 @pytest.mark.parametrize("option", [field.name for field in dataclasses.fields(CacheSettings)])
 def test_every_option_is_checked_and_in_the_table_above(option):
     assert option in [name for name, _, _ in WRONG]
-
-
-def test_an_option_error_is_a_value_error_and_one_of_ours():
-    assert issubclass(OptionError, ValueError)
-    assert issubclass(OptionError, TorchcacheError)
 
 
 def test_every_option_has_its_documented_default():
@@ -193,21 +183,9 @@ def test_a_codec_that_is_not_installed_is_an_error_when_it_is_wanted(monkeypatch
         CacheSettings(**options, compression="blosc2")
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_every_floating_dtype_can_be_stored(dtype):
-    assert CacheSettings(cache_dtype=dtype).cache_dtype is dtype
-
-
 @pytest.mark.parametrize("collection", [list, tuple, set, frozenset, dict.fromkeys, iter])
 def test_names_of_shared_arguments_come_in_any_collection(collection):
     assert CacheSettings(shared_args=collection(["table", "mask"])).shared_args == ("mask", "table")
-
-
-def test_settings_are_frozen():
-    settings = CacheSettings()
-    for field in dataclasses.fields(settings):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(settings, field.name, getattr(settings, field.name))
 
 
 def test_equal_settings_are_equal_keys_of_a_dict():
@@ -247,28 +225,14 @@ def test_one_budget_is_shared_by_settings_that_mean_the_same_memory(options, sha
     assert CacheSettings().shares_tiers_with(CacheSettings(**options)) is shares
 
 
-@pytest.mark.parametrize(
-    ("value", "disabled"),
-    [
-        (None, False),
-        ("", False),
-        (" ", False),
-        ("0", False),
-        ("false", False),
-        ("No", False),
-        ("1", True),
-        (" 1 ", True),
-        ("true", True),
-        ("YES", True),
-    ],
-)
-def test_values_of_the_switch_in_the_environment(monkeypatch, value, disabled):
-    monkeypatch.delenv("TORCHCACHE_DISABLE", raising=False)
-    if value is not None:
-        monkeypatch.setenv("TORCHCACHE_DISABLE", value)
-    assert disabled_by_environment() is disabled
-
-
 def test_mru_is_another_name_of_keep():
     assert CacheSettings(policy="mru") == CacheSettings() != CacheSettings(policy="lru")
     assert CacheSettings(policy="lru").replace({"policy": "mru"}).policy == "keep"
+
+
+def test_values_of_the_switch_in_the_environment(monkeypatch):
+    monkeypatch.delenv("TORCHCACHE_DISABLE", raising=False)
+    assert not disabled_by_environment()
+    for value in ("", " ", "0", "false", "No", "1", " 1 ", "true", "YES"):
+        monkeypatch.setenv("TORCHCACHE_DISABLE", value)
+        assert disabled_by_environment() is (value in ("1", " 1 ", "true", "YES"))

@@ -16,17 +16,6 @@ def test_memory_is_lent_again_when_nothing_has_it():
     assert len(spare.empty(2 * SIZE)) == 2 * SIZE
 
 
-def test_several_columns_have_a_block_each_and_the_same_ones_again():
-    spare = SpareMemory()
-    columns = [spare.empty(SIZE) for _ in range(3)]
-    first = [column.data_ptr() for column in columns]
-    del columns
-    assert len(set(first)) == 3
-    again = [spare.empty(SIZE) for _ in range(6)]
-    places = [column.data_ptr() for column in again]
-    assert places[:3] == first and len(set(places)) == 6
-
-
 def test_memory_that_something_has_is_not_lent():
     holders = [
         lambda tensor: tensor,
@@ -50,10 +39,3 @@ def test_threads_have_their_own_memory():
     thread.start()
     thread.join()
     assert found[0].data_ptr() != mine
-
-
-def test_small_blocks_are_from_the_heap():
-    spare = SpareMemory()
-    first, second = spare.empty(10), spare.empty(0)
-    assert first.shape == (10,) and second.shape == (0,)
-    assert first.view(torch.int16).shape == (5,)

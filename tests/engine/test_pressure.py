@@ -68,14 +68,6 @@ def test_an_error_of_the_forward_is_raised_when_rows_have_made_room(given_back, 
     assert model.cache_instance.stats().bypasses == {}
 
 
-def test_an_error_of_a_call_that_is_passed_by_makes_room_too(given_back):
-    model = cached()
-    check(model(X), X)
-    with pytest.raises(OutOfMemory, match="total capacity"):
-        model((X + 2000).requires_grad_(True))
-    assert given_back == [torch.device("cuda:1"), "emptied"]
-
-
 def test_the_error_is_the_one_that_was_raised(given_back):
     error = OutOfMemory("no more")
 
@@ -87,22 +79,6 @@ def test_the_error_is_the_one_that_was_raised(given_back):
     with pytest.raises(OutOfMemory) as raised:
         cache.fetch(keys_of([1]), compute)
     assert raised.value is error and given_back == [None, "emptied"]
-
-
-def test_nothing_is_said_and_emptied_where_nothing_was_kept(monkeypatch, log):
-    def refuse():
-        raise AssertionError("nothing was freed")
-
-    monkeypatch.setattr(torch.cuda, "empty_cache", refuse)
-    cache = Cache(NAMESPACES[0])
-    cache.fetch(keys_of([1]), lambda positions: torch.ones(1, 2))
-
-    def compute(positions):
-        raise OutOfMemory(TEXT)
-
-    with pytest.raises(OutOfMemory):
-        cache.fetch(keys_of([2]), compute)
-    assert not warnings_of(log) and cache.stats().memory_rows == 1
 
 
 @pytest.mark.parametrize("kind", [MemoryError, RuntimeError])

@@ -212,21 +212,6 @@ def test_rows_under_a_name_of_ones_own_that_are_stale_are_replaced():
     assert stats.hits >= 4
 
 
-def test_the_other_instances_of_a_class_keep_their_rows():
-    class Cached(Net):
-        forward = Net.forward
-
-    kind = torchcache(**FULL)(Cached)
-    left, right = exact(kind()), exact(kind())
-    x = whole(4, WIDTH)
-    left(x), right(x)
-    edit_unseen(left)
-    left(x)
-    assert torch.equal(right(x), plain(right, x))
-    assert counts(right) == (4, 0)
-    assert right.cache_instance.stats().hits == 4
-
-
 @pytest.mark.parametrize("what", ["raises", "keeps"])
 def test_what_happens_while_a_stale_batch_is_computed_again(what):
     """It fails, or another thread keeps rows that are stale too: they are forgotten."""
@@ -262,17 +247,6 @@ def test_what_happens_while_a_stale_batch_is_computed_again(what):
     assert torch.equal(scaled(y), y * 2)
     assert torch.equal(scaled(x), x * 2)
     assert counts(scaled) == (4, 4)
-
-
-def test_items_that_look_the_same_to_a_subsample(log):
-    function = torchcache(subsample_count=10, **FULL)(lambda x: x.sum(1, keepdim=True))
-    x = torch.zeros(1, 1000)
-    y = x.clone()
-    y[0, 100] = 5
-    assert function(x) == 0
-    assert function(y) == 5
-    assert counts(function) == (1, 1) and len(warnings_in(log)) == 1
-    assert function(x) == 0
 
 
 # What counts as a difference
@@ -335,15 +309,12 @@ COMPARED = {
     **{f"small {kind}": (SMALL.to(kind), SMALL.flip(1).to(kind), 3) for kind in (torch.float32, torch.half)},
     "small, rounded": (SMALL.bfloat16(), (SMALL.bfloat16().double() * (1 + 2**-7)).bfloat16(), 0),
     "channels last": (MAPS, LAST, 0),
-    "channels first": (LAST, MAPS, 0),
     "channels last, another": (MAPS, changed(LAST, -1.0, (1, 0, 0, 0)), 1),
     "nan and nan": (changed(VALUES, NAN), changed(VALUES, NAN), 0),
     "nan and number": (changed(VALUES, NAN), VALUES, 1),
-    "number and nan": (VALUES, changed(VALUES, NAN), 1),
     "inf and inf": (changed(VALUES, INF), changed(VALUES, INF), 0),
     "inf and -inf": (changed(VALUES, INF), changed(VALUES, -INF), 1),
     "inf and nan": (changed(VALUES, INF), changed(VALUES, NAN), 1),
-    "inf and number": (changed(VALUES, INF), VALUES, 1),
     "beside inf": (changed(VALUES, INF), changed(changed(VALUES, INF), -51.0, (1, 1)), 1),
     "beside nan": (changed(VALUES, NAN), changed(changed(VALUES, NAN), -55.0, (1, 1)), 1),
     "0.0 and -0.0": (torch.zeros(3, 2), -torch.zeros(3, 2), 0),
@@ -354,22 +325,15 @@ COMPARED = {
     "int64": (VALUES.long(), changed(VALUES.long(), 101), 1),
     "large int64": (torch.full((3, 2), BIG), changed(torch.full((3, 2), BIG), BIG + 1), 1),
     "uint8": (VALUES.abs().byte(), changed(VALUES.abs().byte(), 99), 1),
-    "uint8, same": (VALUES.abs().byte(), VALUES.abs().byte(), 0),
     "uint16": (VALUES.abs().to(torch.uint16), changed(VALUES, 99).abs().to(torch.uint16), 1),
     "bool": (VALUES > 0, changed(VALUES > 0, False), 1),
-    "bool, same": (VALUES > 0, VALUES > 0, 0),
     "float8": (VALUES.to(torch.float8_e5m2), VALUES.to(torch.float8_e5m2), 0),
     "int value": ({"y": VALUES, "n": 3}, {"y": VALUES, "n": 4}, 3),
-    "int value, same": ({"y": VALUES, "n": 3}, {"y": VALUES, "n": 3}, 0),
-    "bool value": ({"y": VALUES, "n": True}, {"y": VALUES, "n": False}, 3),
     "float value": ({"y": VALUES, "n": 3.0}, {"y": VALUES, "n": 3.5}, 3),
     "float value, rounded": ({"y": VALUES, "n": 3.0}, {"y": VALUES, "n": 3.0 * (1 + 1e-15)}, 0),
     "nan value": ({"y": VALUES, "n": NAN}, {"y": VALUES, "n": NAN}, 0),
     "complex value": ({"y": VALUES, "n": 1 + 2j}, {"y": VALUES, "n": 1 + 3j}, 3),
-    "complex value, same": ({"y": VALUES, "n": 1 + 2j}, {"y": VALUES, "n": 1 + 2j}, 0),
     "text": ({"y": VALUES, "n": "ab"}, {"y": VALUES, "n": "ac"}, 3),
-    "text, same": ({"y": VALUES, "n": "ab"}, {"y": VALUES, "n": "ab"}, 0),
-    "longer text": ({"y": VALUES, "n": "ab"}, {"y": VALUES, "n": "abc"}, 3),
     "none and none": ((VALUES, None), (VALUES, None), 0),
     "none and number": ((VALUES, None), (VALUES, 0), 3),
     "1 and True": ((VALUES, 1), (VALUES, True), 3),
@@ -464,29 +428,6 @@ def test_outputs_of_a_finer_dtype_than_the_computation(dtype, log):
         assert torch.equal(function(x[i : i + 1])[0], x[i].float())
     assert counts(module) == counts(function) == (10, 0)
     assert warnings_in(log) == []
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_a_real_layer_in_batches_of_all_sizes(dtype, log):
-    torch.manual_seed(3)
-    layers = nn.Sequential(nn.Linear(256, 128), nn.GELU(), nn.Linear(128, 32), nn.LayerNorm(32))
-    module = torchcache(**FULL)(layers.to(dtype).eval().requires_grad_(False))
-    x = torch.randn(33, 256, dtype=dtype)
-    module(x)
-    for size in range(1, 33):
-        module(x[torch.randperm(33)[:size]])
-    assert counts(module) == (33 * 32 // 2, 0)
-    assert warnings_in(log) == []
-
-
-def test_ragged_outputs():
-    def cut(x):
-        return x[:, : int(x[:, 0].max())]
-
-    function = torchcache(**FULL)(cut)
-    x = torch.tensor([[2.0, 5, 6, 7], [3.0, 1, 2, 3], [2.0, 0, 0, 1]])
-    for batch in ([0], [1], [0, 1], [2], [0, 2], [0, 1, 2], [1, 1], [2, 0]):
-        assert torch.equal(function(x[batch]), cut(x[batch]))
 
 
 # What else may go on in a forward
@@ -622,15 +563,8 @@ def test_a_cache_that_is_cleared_or_closed_during_a_computation():
 
 # Between the caller and the forward
 
-FAILURES = [
-    ValueError,
-    RuntimeError,
-    StopIteration,
-    StopAsyncIteration,
-    GeneratorExit,
-    KeyboardInterrupt,
-    SystemExit,
-]
+ENDS = [GeneratorExit, KeyboardInterrupt, SystemExit]
+FAILURES = [ValueError, RuntimeError, StopIteration, StopAsyncIteration, *ENDS]
 
 
 class Failing(Net):

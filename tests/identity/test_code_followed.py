@@ -247,22 +247,6 @@ def test_code_of_a_package_that_is_imported_within_counts(name, project):
     assert first != other
 
 
-def test_a_module_without_a_place_among_the_modules_counts(tmp_path):
-    found = []
-    for number in (2, 3):
-        path = tmp_path / f"alone_{number}.py"
-        path.write_text(HELPER.replace("HERE", str(number)))
-        spec = importlib.util.spec_from_file_location("alone", path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-
-        def model(x, h=module):
-            return h.g(x)
-
-        found.append(namespace(model))
-    assert found[0] != found[1]
-
-
 @pytest.mark.parametrize("text", [DIRECT, IN_MODULE, WITHIN], ids=["direct", "as a whole", "within"])
 def test_what_is_put_into_a_module_counts(text, project):
     model = project(files_of(text, "SCALE = 2\ndef g(x):\n    return x * SCALE\n")).model
@@ -342,16 +326,6 @@ def test_the_functions_of_a_custom_operator_count(call, more, project, log):
         found.append(cached.cache_instance.module_hash)
     assert found[0] == found[1] != found[2]
     assert warnings_in(log) == []
-
-
-@pytest.mark.cpu_only
-def test_a_kernel_that_is_registered_later_is_noticed(project):
-    text = OPERATOR.format(space="written_later", scale=2, more="", call="torch.ops.written_later.scaled(x)")
-    module = project({"model.py": text})
-    cached = torchcache(module.model)
-    assert torch.equal(cached(X), X * 2)
-    module.scaled.register_kernel("cpu")(lambda x: x * 9)
-    assert torch.equal(cached(X), X * 9)
 
 
 # What the key does not cover is noticed when its rows are first found in a later run.
@@ -499,11 +473,6 @@ PATCHES = {
 }
 
 
-class Called:
-    def __call__(self, x):
-        return x * 11
-
-
 @pytest.mark.parametrize("name", PATCHES)
 def test_installed_code_that_is_patched_counts_and_is_noticed(name, zoo, monkeypatch, log):
     cached = torchcache(nn.Sequential(zoo.Layer()))
@@ -519,20 +488,6 @@ def test_installed_code_that_is_patched_counts_and_is_noticed(name, zoo, monkeyp
     assert torch.equal(cached(X), before)
     assert cached.cache_instance.module_hash == first
     assert warnings_in(log) == []
-
-
-PATCHERS = {
-    "forward": "modeling.Layer.forward = lambda self, x: x * HERE",
-    "property": "modeling.Layer.rate = property(lambda self: HERE)",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", PATCHERS)
-def test_the_source_of_a_patch_counts(name, zoo, project, monkeypatch):
-    text = f"from written_zoo import modeling\n{PATCHERS[name]}\n"
-    for attribute in ("attend", "TABLE"):
-        monkeypatch.setattr(zoo, attribute, getattr(zoo, attribute))
-    assert_counts(project, {"model.py": text}, build=lambda module: zoo.Layer())
 
 
 @pytest.mark.parametrize("factory", ["make", "make_default", "make_class", "make_closure"])
@@ -663,20 +618,6 @@ def test_what_a_forward_loads_may_raise_when_it_is_read(installed, project, log)
     assert "reading written_lazy.late raised ValueError('not now')" in warnings_in(log)[0]
 
 
-def test_an_installed_module_that_is_imported_within_counts_by_its_file(installed, project):
-    found = []
-    for number in (2, 3):
-        installed("written_late", f"SCALE = {number}.0\n", is_imported=False)
-        text = "def model(x):\n    import written_late\n    return x * written_late.SCALE\n"
-        cached = torchcache(project({"model.py": text}).model)
-        assert torch.equal(cached(X), X * number)
-        found.append(cached.cache_instance.module_hash)
-        assert torch.equal(cached(X), X * number)
-        cached.cache_instance.refresh()
-        assert cached.cache_instance.module_hash == found[-1]
-    assert found[0] != found[1]
-
-
 EVERYTHING = """
 import sys
 sys.path.append(sys.argv[1])
@@ -791,24 +732,6 @@ def test_an_edit_of_a_module_that_was_imported_by_the_forward_is_noticed(project
     assert not torch.equal(cached(X), expected)
 
 
-@pytest.mark.parametrize("name", ["helpers", "pack.helpers"])
-def test_a_function_of_the_same_name_in_another_module_is_another(project, name):
-    """``pack.helpers.f`` in the place of ``f`` in a module that takes it by ``from helpers import f``."""
-    files = {
-        "model.py": "def model(x):\n    import middle\n    return middle.f(x)\n",
-        "middle.py": "from helpers import f\n",
-        "helpers.py": "def f(x):\n    return x * 2\n",
-        "pack/__init__.py": "",
-        "pack/helpers.py": "def f(x):\n    return x * 3\n",
-    }
-    cached = torchcache(project(files).model)
-    for _ in range(3):
-        assert torch.equal(cached(X), X * 2)
-    sys.modules["middle"].f = importlib.import_module(name).f
-    for _ in range(2):
-        assert torch.equal(cached(X), X * (2 if name == "helpers" else 3))
-
-
 def test_what_a_module_computes_as_it_is_imported_counts(project, monkeypatch):
     files = {
         "model.py": WITHIN,
@@ -850,23 +773,6 @@ def test_installed_code_that_is_patched_after_the_first_call(project, installed,
     assert cached.cache_instance.stats().hits >= 4
     edit(sys.modules["others"])
     assert torch.equal(cached(X), X * 3)
-
-
-def test_torch_that_is_patched_after_it_was_imported_within(project, monkeypatch):
-    files = {"model.py": "def model(x):\n    import torch\n    return torch.nn.functional.softsign(x)\n"}
-    cached = torchcache(project(files).model)
-    cached(X)
-    monkeypatch.setattr(nn.functional, "softsign", lambda x: x * 3)
-    assert torch.equal(cached(X), X * 3)
-
-
-def test_a_method_of_a_layer_of_torch_that_is_patched(monkeypatch):
-    layer = torchcache(nn.Conv1d(1, 1, 1), probe=False).requires_grad_(False)
-    x, forward = torch.rand(4, 1, 3), nn.Conv1d._conv_forward
-    for _ in range(3):
-        before = layer(x)
-    monkeypatch.setattr(nn.Conv1d, "_conv_forward", lambda self, *args: forward(self, *args) * 3)
-    assert torch.equal(layer(x), before * 3)
 
 
 class Doubling:
@@ -1010,16 +916,6 @@ def test_environment_variables_that_code_reads_count_and_are_noticed(name, proje
     assert torch.equal(cached(X), X * 2) and namespace(cached) == first
     monkeypatch.setenv("RANK", "7")  # no code names it
     assert torch.equal(cached(X), X * 2) and namespace(cached) == first
-
-
-def test_a_variable_that_takes_the_place_of_another_one(project, monkeypatch):
-    monkeypatch.setenv("OTHER", "1")
-    cached = torchcache(project({"model.py": READING["method"]}).model, probe=False)
-    for _ in range(3):
-        assert torch.equal(cached(X), X)
-    monkeypatch.delenv("OTHER")
-    monkeypatch.setenv("SCALE", "3")
-    assert torch.equal(cached(X), X * 3)
 
 
 def test_environment_variables_may_be_left_out(project, monkeypatch):

@@ -123,25 +123,6 @@ def test_what_is_as_it_was_imported_is_readable(name, load, tmp_path, log):
     assert warnings_in(log) == []
 
 
-def test_a_warning_of_the_compiler_is_not_given_again(load, tmp_path, log):
-    written(tmp_path / "model.py", READABLE["comparison with a number"])
-    with pytest.warns(SyntaxWarning):
-        function = load(tmp_path / "model.py").model
-    namespace(function)  # a warning would be an error
-    assert warnings_in(log) == []
-
-
-def with_an_assertion(x):
-    assert len(x), "none"
-    return x
-
-
-def test_a_function_with_assertions_that_pytest_has_rewritten_is_readable(log):
-    assert any(name.startswith("@py") for name in with_an_assertion.__code__.co_varnames)
-    namespace(with_an_assertion)
-    assert warnings_in(log) == []
-
-
 MADE = {
     "dataclass": "import dataclasses\n@dataclasses.dataclass\nclass C:\n    a: int = 1\n",
     "named tuple": "import typing\nclass C(typing.NamedTuple):\n    a: int = 1\n",
@@ -238,18 +219,6 @@ def test_a_module_whose_file_was_edited_after_it_was_imported(which, text, load,
     found.append(namespace(load(tmp_path / "model.py").model))
     assert len(set(found)) == 3
     assert warnings_in(log) == []
-
-
-def test_a_number_that_was_edited_after_its_module_was_imported(load, tmp_path):
-    """The text says 3 now, and the code still computes with 2."""
-    path, text = tmp_path / "helper.py", "SCALE = 2\n"
-    written(tmp_path / "model.py", "def model(x):\n    import helper\n    return x * helper.SCALE\n")
-    written(path, text)
-    load(path)
-    written(path, "SCALE = 3\n")
-    stale = namespace(load(tmp_path / "model.py").model)
-    load(path)
-    assert namespace(load(tmp_path / "model.py").model) != stale
 
 
 def test_an_edit_that_leaves_size_and_time_of_the_file_alone(load, tmp_path):

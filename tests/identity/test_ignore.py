@@ -1,6 +1,5 @@
 """`ignore`: what the user leaves out of the key, by path."""
 
-import functools
 import re
 import types
 
@@ -144,13 +143,6 @@ def test_weights_are_not_read_nor_watched_and_need_no_grad():
     assert not any("lora" in part for part in cache.fingerprint.parts)
 
 
-def test_an_ignored_weight_that_is_used_still_makes_a_graph():
-    module = torchcache(ignore="0.*")(nn.Sequential(nn.Linear(3, 2)))
-    with torch.enable_grad():
-        assert module(X).requires_grad and module(X).requires_grad
-    assert module.cache_instance.stats().bypasses == {"grad": 8}
-
-
 def test_constructor_arguments_of_an_ignored_path_do_not_count():
     @torchcache(item_args=("texts",), ignore=("tokenizer.memo", "tokenizer.calls", "seen", "lora_*"))
     class Made(Encoder):
@@ -228,14 +220,6 @@ def test_ignored_arguments_reach_the_forward_and_have_no_key(log):
     assert texts(log).count("matches nothing") == texts(log).count("ignore='sizes.x' matches nothing") == 1
 
 
-def test_brackets_are_no_wildcards():
-    module = torchcache(item_args=("texts",), ignore=("config['lr']", "seen", "tokenizer.*"))(Encoder())
-    cache = calls(module)
-    module.config["lr"] = 0.2
-    calls(module)
-    assert cache.stats().hits == 19 and cache.keeper.ignored[0] == "config['lr']"
-
-
 class Embedder:
     """A plain object with a tokenizer."""
 
@@ -254,19 +238,3 @@ def test_a_memo_of_a_plain_object_is_ignored():
         assert plain.encode(texts).tolist() == ignoring.encode(texts).tolist()
     assert cache_of(plain.encode).stats().bypasses == {"state": 4}
     assert cache_of(ignoring.encode).stats().bypasses == {} and cache_of(ignoring.encode).stats().hits == 1
-
-
-class Words(nn.Module):
-    @functools.cache  # noqa: B019
-    def length(self, text):
-        return float(len(text))
-
-    def forward(self, texts):
-        return torch.tensor([[self.length(text)] for text in texts])
-
-
-def test_a_memo_of_functools_needs_no_word():
-    module = torchcache(Words(), item_args="texts")
-    for texts in (["a", "bb"], ["bb", "ccc"]):
-        assert module(texts).tolist() == [[len(text)] for text in texts]
-    assert hits(module) == 1 and module.cache_instance.stats().bypasses == {}

@@ -71,21 +71,6 @@ def test_a_known_memo_does_not_count_however_full_it_is(simple):
     assert namespace(cached(simple(merges=("b",)))) != before
 
 
-def test_words_that_the_net_looks_up_do_not_count(simple):
-    module = cached(simple(), verify=1.0)
-    for _ in range(3):
-        assert run(module) == {}
-    assert module.cache_instance.keeper.walks == 1
-
-
-def test_a_subclass_has_the_memo_too(simple):
-    class Mine(simple):
-        def __call__(self, text):
-            return super().__call__(text)[::-1]
-
-    assert run(cached(Mine())) == {}
-
-
 def test_a_users_class_of_that_name_is_not_known_and_the_warning_names_ignore(load, log):
     tokenizer = load("tokenizer_of_mine", TOKENIZER).SimpleTokenizer
     assert run(cached(tokenizer()))["state"] > 0

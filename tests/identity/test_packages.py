@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from torchcache2.identity.packages import Packages
+from torchcache2.identity.sourcecode import Packages
 
 FILES = {
     "__init__.py": "__version__ = '0.1.0'\n",

@@ -68,10 +68,6 @@ class Configured(nn.Module):
         return x * self.config.rate
 
 
-def first_of(config):
-    return config["_use_default_values"][0]
-
-
 def two_of(make, frozen_dict):
     return [named(make(frozen_dict(rate=2, _use_default_values=values))) for values in ([3, 5], [5, 3])]
 
@@ -309,13 +305,6 @@ def test_sets_are_told_apart():
     loop = Thing(1)
     loop.value = {loop, Thing(2)}
     assert named(holding(loop)) == named(holding(loop))
-
-
-def test_storages_count_by_content():
-    storage = torch.ones(3).untyped_storage()
-    before = named(holding(storage))
-    assert named(holding(torch.ones(3).untyped_storage())) == before
-    assert named(holding(torch.zeros(3).untyped_storage())) != before
 
 
 # What has another content in each thread, or as long as something else lives.

@@ -108,11 +108,7 @@ ATTRIBUTED = {
     "a parameter": lambda value: attributed(torch.nn.Parameter(torch.zeros(2), False), value),
 }
 for name, make in ATTRIBUTED.items():
-    KINDS[f"an attribute of {name}"] = (
-        make,
-        lambda one: setattr(one, "scale", 9.0),
-        lambda one: one.scale,
-    )
+    KINDS[f"an attribute of {name}"] = (make, lambda one: setattr(one, "scale", 9.0), lambda one: one.scale)
 for size, edit in (2, edit_column), (2, edit_element), (5000, edit_element):
     KINDS[f"{edit.__name__} of {size}"] = (
         lambda value, size=size: pandas().DataFrame({"a": np.arange(size) + value}),

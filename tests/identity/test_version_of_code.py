@@ -6,7 +6,7 @@ import yaml
 
 from torchcache2 import torchcache
 from torchcache2.datasets.identity import identify
-from torchcache2.identity.packages import Packages
+from torchcache2.identity.sourcecode import Packages
 
 BEFORE = """
 import torch

@@ -14,10 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from tests.helpers.outputs import hits
 from torchcache2 import torchcache
@@ -483,22 +480,6 @@ def test_what_a_hook_of_the_root_reads_is_noticed_where_it_runs_inside_of_a_meth
     assert hits(net) == 2 * len(x)
 
 
-def test_what_a_hook_of_the_root_collects_inside_of_a_method_is_collected_at_each_call():
-    class Encodes(nn.Module):
-        def forward(self, x):
-            return x * 2
-
-        def encode(self, x):
-            return self(x)
-
-    net, found, x = Encodes(), [], torch.rand(6, 4)
-    net.register_forward_hook(lambda module, args, output: found.append(output))
-    torchcache(net, methods=("encode",))
-    for number in range(1, 4):
-        net.encode(x)
-        assert len(found) == number
-
-
 def test_a_variable_of_a_closure_that_gets_its_value_later_is_noticed():
     @torchcache
     def function(x):
@@ -543,19 +524,6 @@ def test_after_refresh_nothing_is_missed_and_no_rows_are_lost(change):
     assert equal(net(x), expected)
     assert equal(net(x), expected)
     assert hits(net) == (12 if change == "nothing" else 6)
-
-
-def test_a_refresh_while_the_forward_runs_loses_no_rows():
-    @torchcache(probe=False)
-    class Net(nn.Module):
-        def forward(self, x):
-            self.cache_instance.refresh()
-            return x * 2
-
-    net, x = Net(), torch.arange(12.0).view(4, 3)
-    for _ in range(2):
-        assert torch.equal(net(x), x * 2)
-    assert hits(net) == 4
 
 
 def used(net):

@@ -126,13 +126,6 @@ def test_weights_have_the_digests_of_the_host(digests):
         assert watch.digests[name] == tensor_digest(tensor, content), name
 
 
-def test_only_long_weights_are_read_on_the_device(digests):
-    tensors = [torch.randn(size) for size in (500, 70, 0, 1200, 40)]
-    found = digests.of_tensors(tensors)
-    expected = {id(t): xxhash.xxh3_128_digest(t.numpy().tobytes()) for t in tensors if t.nbytes > 240}
-    assert found == expected and digests.started == [1] * 3
-
-
 def test_one_folder_serves_runs_on_the_host_and_on_an_accelerator(digests, path, monkeypatch):
     x = torch.randn(6, 3, 16, 16)
 
@@ -198,13 +191,6 @@ def test_what_goes_wrong_on_the_device_costs_no_call(unchecked, monkeypatch, log
     assert [record.levelno for record in log] == ([] if is_memory else [logging.INFO])
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_tensor_that_cannot_be_read_is_no_fault_of_its_device(digests, log):
-    ragged = torch.nested.nested_tensor([torch.randn(300), torch.randn(200)])
-    assert digests.of_tensors([ragged]) == {} and digests.of_items(ragged) is None
-    assert digests.of_items(torch.randn(3, 100)) is not None and log == []
-
-
 def test_weights_for_which_there_was_no_memory_are_read_at_the_next_call(monkeypatch):
     def failing(*args):
         raise torch.cuda.OutOfMemoryError("no memory")
@@ -217,11 +203,6 @@ def test_weights_for_which_there_was_no_memory_are_read_at_the_next_call(monkeyp
         assert torch.equal(net(x), expected)
     assert torch.equal(net(x), expected)
     assert net.cache_instance.module_hash == twin.cache_instance.module_hash
-
-
-def test_other_accelerators_are_left_to_the_host(log):
-    far = torch.empty(3, 100, device="meta")
-    assert xxh3.DeviceDigests().of_items(far) is None and log == []
 
 
 def test_the_interpreter_is_kept_from_the_memory_of_a_device(monkeypatch, log):

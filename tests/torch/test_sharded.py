@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from tests.helpers import warm
 from tests.helpers.outputs import bypasses, frozen, hits, warnings_in
 from torchcache2 import NotCachedError, torchcache
-from torchcache2.identity.obstacles import sharding
+from torchcache2.identity.libraries import sharding
 
 # torch 2.4 says so whenever such tensors are made.
 pytestmark = [

@@ -28,55 +28,42 @@ from typing import Any
 class TorchcacheError(Exception):
     """The base of all exceptions of this library."""
 
-    __module__ = "torchcache2"  # the path in pickles, so that files may move
-
 
 class OptionError(TorchcacheError, ValueError):
     """An option does not exist, or has an invalid value."""
-
-    __module__ = "torchcache2"
 
 
 class DecorationError(TorchcacheError, TypeError):
     """`torchcache` cannot decorate this object."""
 
-    __module__ = "torchcache2"
-
 
 class MissingSampleError(TorchcacheError, LookupError):
     """A sample is missing, and there is no dataset to load it from."""
-
-    __module__ = "torchcache2"
 
 
 class DeviceError(TorchcacheError, RuntimeError):
     """An item must be computed, but its batch and all weights are on different devices."""
 
-    __module__ = "torchcache2"
-
 
 class NotCachedError(TorchcacheError, RuntimeError):
     """A call cannot be cached, and ``strict=True``, or a warmup, makes that an error."""
-
-    __module__ = "torchcache2"
 
 
 class InputError(NotCachedError, ValueError):
     """No argument of a call is batched, or the batch sizes of arguments differ."""
 
-    __module__ = "torchcache2"
-
 
 class UnhashableArgumentError(NotCachedError, TypeError):
     """An argument has a value that cannot be put in a key."""
-
-    __module__ = "torchcache2"
 
 
 class OutputError(NotCachedError, ValueError):
     """The first dimension of an output's tensor is not the batch, or the output cannot be stored."""
 
-    __module__ = "torchcache2"
+
+_PUBLIC = (TorchcacheError, OptionError, DecorationError, MissingSampleError, DeviceError, NotCachedError)
+for _error in (*_PUBLIC, InputError, UnhashableArgumentError, OutputError):
+    _error.__module__ = "torchcache2"  # the path in pickles, so that files may move
 
 
 # What reading and writing a folder raises. It never reaches a training loop: tiers count it as misses, and

@@ -253,10 +253,7 @@ _EPS = {"none": 0.0, "ieee": 0.0, "tf32": 2.0**-10, "bf16": 2.0**-7} | {
     "medium": 2.0**-7,
 }
 # The initial mode is "none": full precision. "highest" sets "ieee", which is equivalent.
-_USUAL = {unit: {"none", "ieee"} for unit in _UNITS} | {
-    ("cuda", "conv"): {"tf32"},
-    ("cuda", "rnn"): {"tf32"},
-}
+_USUAL = {unit: {"none", "ieee"} for unit in _UNITS} | {("cuda", "conv"): {"tf32"}, ("cuda", "rnn"): {"tf32"}}
 _ALL_USUAL = frozenset(product(*_USUAL.values()))
 _HERE = ("cpu", "cuda")
 

@@ -364,24 +364,13 @@ _OF_TORCHCACHE = {  # options of torchcache 0.6 that do not exist here
 }
 
 
-_BUDGETS = ("max_memory_cache_size", "max_persistent_cache_size")
-_OF_OTHERS = {  # options of our datasets and of other caches, and ours
-    **dict.fromkeys(("directory", "folder", "location", "cachedir", "path"), ("persistent_cache_dir",)),
-    **dict.fromkeys(("maxsize", "max_size", "size_limit", "bytes_limit", "capacity"), _BUDGETS),
-    "memory_size": _BUDGETS[:1],
-    "disk_size": _BUDGETS[1:],
-    "eviction_policy": ("policy",),
-    "method": ("methods",),
-}
-
-
 def check_names(given: Iterable[str], known: Sequence[str]) -> None:
     """Raise `OptionError` for the first of the `given` names that is not `known`."""
     for name in given:
         if name in _OF_TORCHCACHE:
             raise OptionError(f"{name} is an option of torchcache 0.6; here {_OF_TORCHCACHE[name]}")
         if name not in known:
-            close = _OF_OTHERS.get(name) or similar(name, known)
+            close = similar(name, known)
             meant = f": did you mean {' or '.join(close)}? The" if close else "; the"
             raise OptionError(f"unknown option {name!r}{meant} options are {', '.join(known)}")
 

@@ -453,7 +453,10 @@ def one_of(cls: Any, classes: Any) -> bool:
 
 def is_registered(cls: Any) -> bool:
     """Whether a class is a node type of pytrees."""
-    return one_of(cls, pytree.SUPPORTED_NODES)
+    try:
+        return cls in pytree.SUPPORTED_NODES
+    except Exception:  # a class whose own class has no hash
+        return False
 
 
 def is_namedtuple(cls: Any) -> bool:

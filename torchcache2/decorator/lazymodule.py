@@ -35,10 +35,10 @@ from torchcache2.files.contents import RECENT, FileDigests
 from torchcache2.files.directory import Notes
 from torchcache2.identity.arguments import BoundCall
 from torchcache2.identity.encoding import digest
+from torchcache2.identity.libraries import ShardedError, weights_of
 from torchcache2.identity.marks import LAZY_ATTRIBUTE
 from torchcache2.identity.names import names_of, resolved
 from torchcache2.identity.namespace import NamespaceKeeper, Seen, namespace_of
-from torchcache2.identity.obstacles import ShardedError, weights_of
 from torchcache2.identity.walk import Lazy
 
 _WHY: ContextVar[str] = ContextVar("torchcache2_why", default="it is called without the cache")

@@ -45,7 +45,7 @@ from torchcache2.engine.verify import leaf_differences
 from torchcache2.identity.arguments import BoundCall
 from torchcache2.identity.encoding import digest
 from torchcache2.identity.fingerprint import Fingerprint
-from torchcache2.identity.obstacles import modules_of
+from torchcache2.identity.libraries import modules_of
 from torchcache2.identity.sourcecode import names_in
 
 _PRICE = 0.02  # share of the time of found items, or of calls, that checks may take

@@ -37,8 +37,8 @@ from torchcache2.decorator.bypass import BypassError, of_module
 from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.running import Forward
 from torchcache2.engine.warmup import ADVICE, OPTION, Estimate, Looks, Progress, WarmupStats, output_sizes
+from torchcache2.identity.libraries import weights_of
 from torchcache2.identity.marks import LAZY_ATTRIBUTE
-from torchcache2.identity.obstacles import weights_of
 
 _CPU = torch.device("cpu")
 _SHARED_OUT = ("num_replicas", "num_processes")  # attributes of what gives each rank its own part already

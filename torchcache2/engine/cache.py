@@ -220,7 +220,7 @@ class Cache:
         return Hits(positions, rows, checked)
 
     def _computed(self, batch: Batch, hits: Hits) -> Any:
-        """The output of a batch with misses or checks: computes claimed items, waits for others."""
+        """The output of a batch with misses: computes claimed items, waits for others."""
         misses = Misses.of(batch.keys, hits)
         claim = self.tiers.claim(batch.keys.take(misses.distinct))
         parts: Parts = []
@@ -230,9 +230,7 @@ class Cache:
             wanted = np.arange(len(misses.distinct)) if batch.is_checked else claim.mine
             # If others compute all misses, compute none; but an empty batch needs an output, too.
             if len(wanted) or len(hits.checked) or not len(claim.others):
-                output, rows, wrong = self.compute(batch, hits, misses.distinct[wanted])
-                if wrong is not None:
-                    raise self.distrusted(batch, wrong, output)
+                output, rows = self.compute(batch, hits, misses.distinct[wanted])
                 if len(wanted) == len(batch.keys):
                     return output if batch.dtype is None else batch.output(rows)
                 if len(wanted) or not len(claim.others):  # else these were only hits to check
@@ -248,11 +246,11 @@ class Cache:
             self.not_stacked(batch) if together is None else self.put_together(batch, hits, misses, together)
         )
 
-    def compute(self, batch: Batch, hits: Hits, mine: Positions) -> tuple[Any, Rows, str | None]:
+    def compute(self, batch: Batch, hits: Hits, mine: Positions) -> tuple[Any, Rows]:
         """Compute and keep the rows of items at some positions; also compute hits to check them.
 
-        Returns the whole batch's output, if all of it was computed; the rows; and how found rows differ from
-        computed ones, if they do: then nothing is kept.
+        Returns the whole batch's output, if all of it was computed, and the rows. `WrongRowsError` if found
+        rows differ from computed ones.
         """
         checked, count = hits.checked, len(batch.keys)
         asked = _union(count, mine, checked) if len(checked) else mine
@@ -264,11 +262,11 @@ class Cache:
             wrong = self._mismatch(batch, hits, asked, rows)
             rows = rows.take(torch.from_numpy(np.searchsorted(asked, mine)))
             if wrong is not None:
-                return output, rows, wrong
+                raise self.distrusted(batch, wrong, output)
         if is_whole and len(checked) == len(hits.positions):
             batch.source.checks.computed_whole()
         self.keep(batch, mine, rows)
-        return output, rows, None
+        return output, rows
 
     def _of_others(self, batch: Batch, distinct: Positions, claim: Claim) -> Parts:
         """Rows of misses that other processes have claimed; computes those that they give up."""
@@ -291,15 +289,13 @@ class Cache:
                 parts.append((left, rows))
         return parts
 
-    def put_together(self, batch: Batch, hits: Hits, misses: Misses, rows: Rows | None) -> Any:
-        """The output in batch order: from hits, and from the rows of distinct misses, if any."""
-        if len(misses.positions) == 0 or rows is None:
-            assert hits.rows is not None
-            return batch.output(hits.rows)
+    def put_together(self, batch: Batch, hits: Hits, misses: Misses, together: Rows) -> Any:
+        """The output in batch order, from hits and from the rows of distinct misses."""
+        rows: Rows | None = together
         if misses.inverse is not None:
-            rows = rows.take(torch.from_numpy(misses.inverse))
+            rows = together.take(torch.from_numpy(misses.inverse))
         if hits.rows is not None:
-            parts = [(hits.positions, hits.rows), (misses.positions, rows)]
+            parts = [(hits.positions, hits.rows), (misses.positions, together)]
             rows = joined(parts, len(batch.keys), device=batch.source.device)
         return self.not_stacked(batch) if rows is None else batch.output(rows)
 
@@ -313,7 +309,7 @@ class Cache:
     def checked(self, batch: Batch, hits: Hits) -> None:
         """Compute items of a found batch to check their rows; skip that if the forward cannot run now."""
         try:
-            self._computed(batch, hits)
+            self.compute(batch, hits, _NOWHERE)
         except NotStoredError:
             raise
         except Exception as error:

@@ -142,10 +142,7 @@ class TierStack:
 
     def found(self, keys: Keys) -> list[Parts]:
         """The parts that `get` merges, by tier."""
-        return self._found(self.tiers, keys)
-
-    def _found(self, tiers: Sequence[Tier], keys: Keys) -> list[Parts]:
-        before = self._last_drop(keys.namespace)
+        tiers, before = self.tiers, self._last_drop(keys.namespace)
         found = [list(tiers[0].get(keys).parts)]
         for depth, tier in enumerate(tiers[1:], start=1):
             if sum(len(rows) for parts in found for _, rows in parts) == len(keys):

@@ -28,7 +28,6 @@ from torchcache2.core.errors import attribute
 from torchcache2.identity import libraries, marks, sourcecode
 from torchcache2.identity.encoding import Encoder, public_module, qualified_name, sized, text_bytes
 from torchcache2.identity.guard import MUTABLE
-from torchcache2.identity.memos import MEMO
 from torchcache2.identity.names import (
     Uses,
     UseTable,
@@ -39,8 +38,7 @@ from torchcache2.identity.names import (
     taken_by,
     uses_of,
 )
-from torchcache2.identity.packages import PACKAGES
-from torchcache2.identity.sourcecode import CompiledTexts, cells_of, names_in
+from torchcache2.identity.sourcecode import PACKAGES, CompiledTexts, cells_of, names_in
 
 _MISSING = object()
 _ENVIRONMENT = (os.environ, os.getenv)
@@ -533,9 +531,9 @@ class CodeWalk(Encoder):
         known = self.python_module(module, path)
         known = known if self.counts_code else b""
         is_function = isinstance(value, types.FunctionType)
-        if libraries.is_operator(value) or (is_function and self.origins.of(value) == "project"):
+        if isinstance(value, libraries.OPERATORS) or (is_function and self.origins.of(value) == "project"):
             return self.encode(value, path)
-        is_code = is_function or isinstance(value, (type, MEMO))
+        is_code = is_function or isinstance(value, (type, libraries.MEMO))
         is_code = is_code and self.origins.of(module) == "installed"
         return known + (self.encode(value, path) if is_code or self._is_users(module, value) else b"")
 

@@ -289,11 +289,7 @@ def text_bytes(text: str) -> bytes:
 
 
 # Convert a subclass to its plain value, ignoring the conversions that it defines.
-_PLAIN: dict[type, Callable[[Any], Any]] = {
-    str: str.__str__,
-    int: int.__int__,
-    float: float.__float__,
-}
+_PLAIN: dict[type, Callable[[Any], Any]] = {str: str.__str__, int: int.__int__, float: float.__float__}
 _SIMPLE: dict[type, Callable[[Any], bytes]] = {
     type(None): lambda value: b"n",
     bool: lambda value: b"b1" if value else b"b0",

@@ -12,12 +12,12 @@ import contextlib
 import copy
 from array import array
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from gc import get_referents
 from itertools import accumulate, chain, islice
-from operator import getitem, is_, itemgetter
+from operator import attrgetter, contains, getitem, is_
 from types import CellType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -45,8 +45,8 @@ _PRINTED = (float, complex)  # compared as text: 0.0 equals -0.0, but differs; n
 _KINDS = (OrderedDict, dict, list, set, deque)
 _MISSING = object()
 
-_Read = tuple[Callable[[Any], Any], list[dict[str, Any]]]
 _values: Callable[[Any], Iterable[Any]] = dict.values
+_content_of: Callable[[CellType], Any] = attrgetter("cell_contents")
 
 
 class Guard:
@@ -59,13 +59,11 @@ class Guard:
     def __init__(self, walk: Any, root: Any) -> None:
         self.modules: list[nn.Module] = []
         self.is_opaque = bool(walk.opaque)
-        self._owners: list[dict[str, Any]] = []  # dicts of attributes, and the name of each
-        self._names: list[str] = []
-        # Modules with empty dicts of parameters, buffers, submodules or hooks, and those with filled ones.
-        self._empty: list[_Read] = [(itemgetter(name), []) for name in _DICTS]
-        self._filled: list[_Read] = [(itemgetter(name), []) for name in _DICTS]
+        # Names in dicts: what is compared by identity, what must stay away, and modules' dicts of parameters,
+        # buffers, submodules or hooks, empty ones and filled ones.
+        self._there, self._away, self._empty, self._filled = (_Places([], []) for _ in range(4))
         self._held = [*GLOBAL_HOOKS]
-        self._dicts = [*walk.dicts]
+        self._dicts = [*{id(one): one for one in walk.dicts}.values()]  # several modules may share an object
         self._left_out: list[tuple[dict[str, Any], set[str]]] = []
         self._root_names: list[str] = []
         self._root_methods: list[str] = []  # cached ones; not kept, as they refer to the cache
@@ -80,36 +78,43 @@ class Guard:
                 self._root_left_out = left_out
             else:
                 self._add(module, fields, names, left_out)
-        self._scopes = [(scope, name) for scope, name, _ in walk.scopes]
+        # Reversed, so that what the walk has read first of a name is compared with what is there now.
+        known = {(id(scope), name): (scope, name, value) for scope, name, value in reversed(walk.scopes)}
+        scopes = [(scope, name) for scope, name, _ in known.values()]
+        for scope, name in scopes:
+            (self._there if name in scope else self._away).add(scope, name)
         self._cells = [cell for cell, _ in walk.cells]
-        self._reads = walk.reads
+        self._reads = [*{(read, id(value)): (read, value) for read, value in walk.reads}.values()]
         read = [*walk.containers.values()]
         # State that a forward may change, for `Undo`.
         self.containers = [container for container, _, _ in read] + [one for _, one in walk.written]
-        self.scopes = self._scopes + walk.written_scopes
+        self.scopes = scopes + walk.written_scopes
         self.cells = self._cells + walk.written_cells
         self._before = read
         self._watch_containers([container for container, _, _ in read])
         # `get_referents` is five times faster for dicts, but may leave out values of some.
         self._are_visited = all(len(get_referents(one)) >= len(one) for one in self._filled_dicts())
-        self._sizes, self._seen = self._look(root)
-        self._identities = _identities(self._seen)
+        self._sizes, seen = self._look(root)
+        self._seen = [*seen]
+        self._identities = _identities(self._seen, len(self._seen))
         # If something changed during the walk, the walk's parts do not describe the watched state.
-        known = [value for _, _, value in walk.scopes] + [value for _, value in walk.cells]
-        self._is_stale = not all(map(is_, self._seen, known))
-        self._is_stale |= not all(_has(container, before) for container, before, _ in read)
+        self._is_stale = not (
+            all(scope.get(name) is value for scope, name, value in known.values())
+            and all(cell.cell_contents is value for cell, value in walk.cells)
+            and all(_has(container, before) for container, before, _ in read)
+        )
 
     def _add(self, module: nn.Module, fields: dict[str, Any], names: list[str], left_out: set[str]) -> None:
         self.modules.append(module)
         names = [*names, *(["training"] if "training" in fields else [])]
         # Some wrappers, such as those of `torch.compile`, lack some dicts.
-        for (_, empty), (_, filled), name in zip(self._empty, self._filled, _DICTS, strict=True):
+        for name in _DICTS:
             if isinstance(fields.get(name), dict):
-                (filled if fields[name] else empty).append(fields)
+                (self._filled if fields[name] else self._empty).add(fields, name)
             elif name in fields:
                 names.append(name)
-        self._owners += [fields] * len(names)
-        self._names += names
+        for name in names:
+            self._there.add(fields, name)
         if left_out:
             self._left_out.append((fields, left_out))
         else:
@@ -142,11 +147,10 @@ class Guard:
         if self._is_stale:
             return False
         try:
-            for get, fields in self._empty:
-                if any(map(get, fields)):
-                    return False
+            if any(self._empty.values()) or any(map(contains, *self._away)):
+                return False
             sizes, now = self._look(root)
-            if sizes != self._sizes or _identities(now) != self._identities:
+            if sizes != self._sizes or _identities(now, len(self._seen)) != self._identities:
                 return False
             if self._outlined() != self._outline:
                 return False
@@ -174,30 +178,23 @@ class Guard:
                 found[path] = "was appended to" if is_appended else "was edited"
         return found
 
-    def _look(self, root: Any) -> tuple[list[int], list[Any]]:
+    def _look(self, root: Any) -> tuple[list[int], Iterable[Any]]:
         """The sizes of dicts, and all objects compared by identity, in a fixed order."""
         filled = self._filled_dicts()
         sizes = [*map(len, filled), *map(len, self._dicts)]
         sizes += [len(fields) - len(left_out & fields.keys()) for fields, left_out in self._left_out]
-        found = [scope.get(name) for scope, name in self._scopes]
-        found += [cell.cell_contents for cell in self._cells]
-        for read, value in self._reads:
-            found += read(value)
-        found += map(type, self.modules)
-        found += map(getitem, self._owners, self._names)
-        found += get_referents(*filled) if self._are_visited else chain.from_iterable(map(_values, filled))
+        held = get_referents(*filled) if self._are_visited else chain.from_iterable(map(_values, filled))
+        cells, reads = map(_content_of, self._cells), (read(value) for read, value in self._reads)
+        found = [cells, *reads, map(type, self.modules), self._there.values(), held]
         if root is not None:
             fields = vars(root)
             sizes.append(len(fields) - len(self._root_left_out & fields.keys()))
-            found += [type(root), *map(fields.__getitem__, self._root_names)]
-            found += [type(fields.get(name)) for name in self._root_methods]
-        return sizes, found
+            own = [type(fields.get(name)) for name in self._root_methods]
+            found.append([type(root), *map(fields.__getitem__, self._root_names), *own])
+        return sizes, chain.from_iterable(found)
 
     def _filled_dicts(self) -> list[Any]:
-        found: list[Any] = [*self._held]
-        for get, fields in self._filled:
-            found += map(get, fields)
-        return found
+        return [*self._held, *self._filled.values()]
 
     def _outlined(self) -> list[Any]:
         """The sizes of larger containers, and the bytes at both ends of larger arrays."""
@@ -209,6 +206,20 @@ class Guard:
             *chain.from_iterable(self._direct),
             *chain.from_iterable(map(_values, self._mappings)),
         ]
+
+
+class _Places(NamedTuple):
+    """Names, each in a dict."""
+
+    owners: list[Mapping[str, Any]]
+    names: list[str]
+
+    def add(self, owner: Mapping[str, Any], name: str) -> None:
+        self.owners.append(owner)
+        self.names.append(name)
+
+    def values(self) -> Iterator[Any]:
+        return map(getitem, self.owners, self.names)
 
 
 class Undo:
@@ -261,9 +272,9 @@ class Undo:
             _restore(container, before)
 
 
-def _identities(objects: list[Any]) -> bytes:
-    """The addresses of objects, which identify them as long as they are alive."""
-    return np.fromiter(objects, object, len(objects)).tobytes()
+def _identities(objects: Iterable[Any], count: int) -> bytes:
+    """The addresses of `count` objects, which identify them as long as they are alive."""
+    return np.fromiter(objects, object, count).tobytes()
 
 
 def size_of(container: Any) -> int:

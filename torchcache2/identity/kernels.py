@@ -103,16 +103,7 @@ def _store_big_endian(at, value, mask):
 
 @triton.jit(do_not_specialize=["data", "secrets", "sums", "out", "rows", "size", "blocks"])
 def digests(
-    data,
-    secrets,
-    sums,
-    out,
-    rows,
-    size,
-    blocks,
-    parts: tl.constexpr,
-    tile: tl.constexpr,
-    ahead: tl.constexpr,
+    data, secrets, sums, out, rows, size, blocks, parts: tl.constexpr, tile: tl.constexpr, ahead: tl.constexpr
 ):
     """The digests of rows, from their `block_sums` and the bytes after their last whole block.
 

@@ -1,29 +1,39 @@
-"""Code of libraries: torch's operators and graphs, and what is left out."""
+"""What is known of the objects of torch, Python and other libraries, and what of them is left out of keys."""
 
 from __future__ import annotations
 
+import enum
+import functools
 import inspect
-from collections.abc import Mapping
-from typing import Any
+import pathlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from gc import get_referents
+from itertools import chain
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor, nn
 
 from torchcache2.core.errors import attribute
 from torchcache2.core.private import (
+    BATCH_NORMS,
     CUSTOM_OPERATORS,
+    DROPOUTS,
+    FSDP_MARK,
+    FSDP_MODULES,
     OPERATOR_CODE,
     OPERATOR_DEFINITION,
+    buffers_of,
+    parameters_of,
 )
+from torchcache2.identity.encoding import Encoder, digest
+from torchcache2.identity.names import is_plain
 from torchcache2.identity.sourcecode import defining_module, origin
 
 _OVERLOAD = type(torch.ops.aten.add.Tensor)
 OPERATORS = (_OVERLOAD, type(torch.ops.aten.add), OPERATOR_DEFINITION)
 OPERATOR_NAMESPACES = (type(torch.ops), type(torch.ops.aten), type(torch.ops.higher_order))
-
-
-def is_operator(value: Any) -> bool:
-    """Whether a value is an operator, or the definition of one."""
-    return isinstance(value, OPERATORS)
 
 
 def code_of_operator(value: Any) -> list[Any]:
@@ -131,3 +141,147 @@ def without_captures(hooks: Mapping[int, Any]) -> list[tuple[int, Any]]:
                 continue
         kept.append((key, hook))
     return kept
+
+
+# What `functools.lru_cache` keeps for a function: a model that it has loaded, or a memo of its results. A
+# model counts, as does what a function returns that has no arguments, such as a table that it reads from a
+# file. All else is a memo: it follows from the function's code and its arguments, and may grow at each call.
+
+MEMO = type(functools.lru_cache(print))
+_CONSTANTS = (type, enum.Enum, torch.device, torch.dtype, pathlib.PurePath)
+_MOST = 128  # results of a function: more are a memo
+
+
+class Result(NamedTuple):
+    """A result that a function keeps, and whether it counts; `call` is the text of its arguments."""
+
+    value: Any
+    call: str
+    counts: bool
+
+
+def kept_by(memo: Any) -> dict[Any, Any] | None:
+    """The dict in which a function behind `lru_cache` keeps results; None if it cannot be found."""
+    return next((one for one in get_referents(memo) if type(one) is dict and one is not vars(memo)), None)
+
+
+def results_of(memo: Any, kept: dict[Any, Any], label_of: Callable[[Any], str | None]) -> list[Result]:
+    """The results for arguments that are values, or objects with a label: others are not of this walk."""
+    if len(kept) > _MOST:
+        return [Result(None, "", False)]
+    found = list(kept.items())
+    if found and type(found[0][1]).__name__ == "_lru_list_elem":  # it has no referents, but the memo has
+        keys, each = set(map(id, kept)), iter(get_referents(memo))
+        found = [(key, next(each, None)) for key in each if id(key) in keys]
+    results = []
+    for key, value in found:
+        # A bare object is the mark before arguments by name.
+        arguments = [one for one in (key if type(key) is tuple else (key,)) if type(one) is not object]
+        texts = list(map(_text, arguments))
+        labels = [text or label_of(one) for text, one in zip(texts, arguments, strict=True)]
+        if None not in labels:
+            is_constant = not any(texts) and not is_plain(value) and not isinstance(value, _CONSTANTS)
+            results.append(Result(value, ", ".join(map(str, labels)), is_constant or _holds_module(value)))
+    return sorted(results, key=lambda one: one.call)
+
+
+def referents(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What some objects hold, to be compared by identity; sorted, as calls change the order in a memo."""
+    return tuple(sorted(get_referents(*values), key=id))
+
+
+def _text(argument: Any) -> str:
+    """A text for an argument that counts by its value; empty for others."""
+    if is_plain(argument):
+        return repr(argument)
+    try:
+        return digest([Encoder().encode(argument, "")]).hex()
+    except Exception:  # not only `UnencodableError`: fields of a dataclass may raise anything
+        return ""
+
+
+def _holds_module(value: Any, depth: int = 3) -> bool:
+    if issubclass(type(value), nn.Module) or depth == 0:
+        return depth > 0
+    return any(_holds_module(one, depth - 1) for one in get_referents(value) if not isinstance(one, type))
+
+
+# What of a module keeps it from being cached, as far as one can see without running it: weights that are
+# sharded over processes, so that forwards wait for each other; and layers that draw random numbers or mix
+# items.
+
+_ZERO_MARK = "ds_id"  # DeepSpeed's ZeRO-3 sets it on each sharded parameter
+
+
+class ShardedError(Exception):
+    """Raised for a module that needs other processes to compute."""
+
+    def __init__(self, part: nn.Module, text: str) -> None:
+        super().__init__(text)
+        self.part = weakref.ref(part)
+
+
+def sharding(module: nn.Module) -> str | None:
+    """How a module's own parameters (not its submodules') are sharded; None if they are not.
+
+    Recognises libraries by names and marks, as importing them takes seconds.
+    """
+    name = type(module).__name__
+    bases = type(module).__mro__
+    if FSDP_MARK in vars(module) or any(base.__module__.startswith(FSDP_MODULES) for base in bases):
+        return f"{name} is sharded by FSDP"
+    for tensor in chain(parameters_of(module).values(), buffers_of(module).values()):
+        if type(tensor).__name__ == "DTensor":
+            return f"{name} has a DTensor parameter"
+        if hasattr(tensor, _ZERO_MARK):
+            return f"{name} is sharded by ZeRO"
+    return None
+
+
+class _Met(set[int]):
+    """What was met, by identity."""
+
+    def __contains__(self, module: object) -> bool:
+        return super().__contains__(id(module))
+
+    def add(self, module: object) -> None:
+        super().add(id(module))
+
+
+def modules_of(root: Any) -> Iterator[nn.Module]:
+    """A module and its submodules, each once; none for other values. Modules need not be hashable."""
+    if isinstance(root, nn.Module):
+        met: Any = _Met()
+        yield from (module for _, module in nn.Module.named_modules(root, met))
+
+
+def weights_of(root: Any) -> Iterator[Tensor]:
+    """The parameters and buffers of a module; none for other values."""
+    for module in modules_of(root):
+        yield from chain(module.parameters(recurse=False), module.buffers(recurse=False))
+
+
+class UnsteadyLayer(NamedTuple):
+    """The class of a layer, and why its output for an item depends on the batch or the call."""
+
+    name: str
+    does: Literal["drops out", "normalises", "scales"]
+
+
+def unsteady(module: nn.Module) -> UnsteadyLayer | None:
+    """Why a module's own output (without submodules) is unsteady now; None if it is not."""
+    name = type(module).__name__
+    if type(module).__module__.startswith("torch.") and ".quantized.dynamic" in type(module).__module__:
+        return UnsteadyLayer(name, "scales")
+    if isinstance(module, BATCH_NORMS):
+        if module.training or module.running_mean is None:
+            return UnsteadyLayer(name, "normalises")
+    elif attribute(module, "training"):  # some wrappers have no such flag
+        rate = 0.0
+        if isinstance(module, DROPOUTS):
+            rate = module.p
+        elif isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
+            rate = module.dropout
+        if rate > 0:
+            return UnsteadyLayer(name, "drops out")
+    return None

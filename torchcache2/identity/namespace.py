@@ -16,7 +16,7 @@ from torchcache2.core.settings import CacheSettings
 from torchcache2.identity.encoding import UnencodableError, digest, texts_of
 from torchcache2.identity.fingerprint import Fingerprint, changes, of_root
 from torchcache2.identity.guard import Guard, Undo
-from torchcache2.identity.obstacles import ShardedError, UnsteadyLayer, sharding, unsteady
+from torchcache2.identity.libraries import ShardedError, UnsteadyLayer, sharding, unsteady
 from torchcache2.identity.sourcecode import CompiledTexts
 from torchcache2.identity.tensors import TensorWatch
 from torchcache2.identity.walk import Lazy, Loaded, Walk

@@ -42,7 +42,7 @@ from torchcache2.core.logs import shown
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import is_out_of_memory
 from torchcache2.core.values import attributes
-from torchcache2.identity import libraries, marks, memos
+from torchcache2.identity import libraries, marks
 from torchcache2.identity.codewalk import CodeWalk
 from torchcache2.identity.encoding import (
     CONTAINERS,
@@ -52,18 +52,16 @@ from torchcache2.identity.encoding import (
     Encoder,
     UnencodableError,
     besides_value,
-    digest,
     plain_dict,
     qualified_name,
     readable,
     sized,
-    tensor_digest,
     text_bytes,
 )
 from torchcache2.identity.fingerprint import Fingerprint
 from torchcache2.identity.guard import MUTABLE, alike, content
+from torchcache2.identity.libraries import ShardedError, sharding
 from torchcache2.identity.names import is_plain, unmangled
-from torchcache2.identity.obstacles import ShardedError, sharding
 from torchcache2.identity.sourcecode import HEAP_TYPE, CompiledTexts
 
 _FORMAT = 3
@@ -75,7 +73,6 @@ _COMPILED = (  # attributes that the compiler, and Lightning around it, put on m
 _NOISE = ("torchcache_", *_COMPILED)
 _INTERNAL = {*vars(nn.Module()), marks.LAZY_ATTRIBUTE, private.REPLICATE}
 _PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_affine_float_qparams)
-_SMALL = 1 << 16
 _MOST_NOTES = 500
 _MOST_TOLD = 256  # elements of a C object's reported values, or bytes of an array among them
 _HOOK_FLAGS = ("with_kwargs", "always_called")
@@ -139,10 +136,10 @@ class Field(NamedTuple):
 class Walk(CodeWalk):
     """Everything that a module or function computes with, as named parts.
 
-    A nested walk gets the outer walk's `labels`, by id. Ends with a `ShardedError` at a sharded module. With
-    `reads_all`, even attributes that no code reads count. `methods` are the called methods of an object:
-    unless they are just a module's forward, all of its methods count. The `settings` name the folder with
-    remembered digests of files. A path in `places` counts as its number.
+    Ends with a `ShardedError` at a sharded module. With `reads_all`, attributes count that no code reads.
+    `methods` are the called methods of an object: unless they are just a module's forward, all of its methods
+    count. The `settings` name the folder with remembered digests of files. A path in `places` counts as its
+    number.
     """
 
     most_objects = most_before_bulk = 100_000
@@ -153,7 +150,6 @@ class Walk(CodeWalk):
         root: Any,
         tokens: MutableMapping[int, tuple[object, bytes]],
         texts: CompiledTexts,
-        labels: Mapping[int, bytes] | None = None,
         settings: CacheSettings | None = None,
         reads_all: bool = False,
         ignore: Iterable[str] = (),
@@ -178,8 +174,6 @@ class Walk(CodeWalk):
         self._plain_root = root if methods and _has_fields_alone(root) else None  # read like a module
         self._settings, self._places = settings, places or {}
         self.counts_code = settings is None or settings.code_version is None
-        self._is_inner = labels is not None
-        self._labels.update(labels or {})
         self._attributes: list[Field] = []
         self._tensor_names: dict[int, str] = {}
         self._objects = 0
@@ -267,18 +261,13 @@ class Walk(CodeWalk):
         return super().contents(value, path)
 
     def _rank(self, element: Any) -> bytes:
-        """Bytes to sort by: an element's label, its content, or the digest of a separate walk."""
+        """Bytes to sort by: an element's label, its content, or its name or that of its class."""
         if id(element) in self._labels:
             return self._labels[id(element)]
         try:
             return Encoder().encode(element, "")
-        except UnencodableError:
-            pass
-        if self._is_inner:
-            return b""  # the element may contain this set, which would never end
-        walk = Walk(element, self._tokens, self._texts, self._labels)
-        small = [tensor for tensor in walk.tensors.values() if tensor.nbytes <= _SMALL]
-        return digest([Fingerprint.of_parts(walk.parts).namespace, *map(tensor_digest, small)])
+        except UnencodableError:  # objects of one class may come in another order in another process: misses
+            return qualified_name(element).encode()
 
     def compound(self, value: Any, kind: type, path: str) -> bytes:
         """Walk a subclass of a container or a dataclass, with its further attributes."""
@@ -561,13 +550,13 @@ class Walk(CodeWalk):
         for memo, path in list(self.memos.values()):
             if self.origins.of(inspect.unwrap(memo)) in ("torch", "builtin"):
                 continue
-            if (kept := memos.kept_by(memo)) is None:
+            if (kept := libraries.kept_by(memo)) is None:
                 self.parts[f"global {path}()"] = self.unreadable(memo, f"{path}()")
                 continue
-            results = memos.results_of(memo, kept, self._label_of)
+            results = libraries.results_of(memo, kept, self._label_of)
             if id(memo) not in self._kept and (not results or any(one.counts for one in results)):
                 self._kept[id(memo)] = memo
-                self.reads.append((memos.referents, (memo, kept)))
+                self.reads.append((libraries.referents, (memo, kept)))
             for one in results:
                 if one.counts and id(one.value) not in self._kept:
                     self._kept[id(one.value)] = one.value
@@ -687,11 +676,6 @@ def _variable(walk: Walk, value: contextvars.ContextVar[Any], path: str) -> byte
     return b"v" + text_bytes(value.name) + walk.items([(one, path) for one in _of_this_context(value)])
 
 
-def _storage(walk: Walk, value: torch.UntypedStorage | torch.TypedStorage, path: str) -> bytes:
-    dtype = value.dtype if isinstance(value, torch.TypedStorage) else torch.uint8
-    return b"B" + walk.encode(torch.empty(0, dtype=dtype, device=value.device).set_(value), path)
-
-
 _FLEETING = (threading.local, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
 _TABLE: dict[type, Callable[[Walk, Any, str], bytes]] = {
     nn.Module: Walk.module,
@@ -703,12 +687,10 @@ _TABLE: dict[type, Callable[[Walk, Any, str], bytes]] = {
     classmethod: _fields_of(b"hc", "__func__"),
     property: _fields_of(b"hp", "fget", "fset"),
     functools.cached_property: _fields_of(b"hf", "func"),
-    memos.MEMO: _memo,
+    libraries.MEMO: _memo,
     weakref.ReferenceType: lambda walk, value, path: b"w" + walk.encode(value(), path),
     logging.Logger: lambda walk, value, path: b"h" + text_bytes(value.name),
-    torch.jit.ScriptFunction: Walk.unreadable,
-    torch.UntypedStorage: _storage,
-    torch.TypedStorage: _storage,
+    **dict.fromkeys((torch.jit.ScriptFunction, torch.UntypedStorage, torch.TypedStorage), Walk.unreadable),
     torch.fx.Graph: lambda walk, value, path: b"G" + walk.encode(libraries.graph_code(value), path),
     torch.fx.Node: _fields_of(b"G", "name", "graph"),
     **dict.fromkeys(libraries.OPERATORS, Walk.operator),

@@ -32,13 +32,8 @@ _SECRET = bytes.fromhex(
     "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364eac5ac8334d3ebc3c581a0fffa1363eb"
     "170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
 )
-_PLACES = (
-    *range(0, 128, 8),
-    128,
-    121,
-    11,
-    117,
-)  # of the stripes, scramble, last stripe, halves of the digest
+# Of the stripes, the scramble, the last stripe, and the halves of the digest.
+_PLACES = (*range(0, 128, 8), 128, 121, 11, 117)
 _START = (
     *(0x00000000C2B2AE3D, 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9),
     *(0x85EBCA77C2B2AE63, 0x0000000085EBCA77, 0x27D4EB2F165667C5, 0x000000009E3779B1),

@@ -151,12 +151,7 @@ class ItemRows(Rows):
 
 
 def rows_of(
-    output: Any,
-    count: int,
-    lists: Lists | None,
-    *,
-    device: torch.device,
-    dtype: torch.dtype | None = None,
+    output: Any, count: int, lists: Lists | None, *, device: torch.device, dtype: torch.dtype | None = None
 ) -> Rows:
     """The rows of a computation's output; see `Rows.from_pytree`. Without `lists`, no list has entries."""
     if isinstance(output, Tensor):
