@@ -298,10 +298,14 @@ class FileSystem:
         except FileNotFoundError:
             return False
 
-    @_gone
     def read(self, file: Descriptor, buffers: Sequence[Any], offset: int) -> int:
         """Read into writable buffers, one after another; may read less."""
-        return os.preadv(file.number, buffers, offset)
+        try:
+            return os.preadv(file.number, buffers, offset)
+        except OSError as error:  # here, as `_gone` costs as much as the call for a small row
+            if error.errno != errno.ESTALE:
+                raise
+            raise FileNotFoundError(*error.args) from None
 
     @_gone
     def write(self, file: Descriptor, buffers: Sequence[Any], offset: int) -> int:

@@ -179,15 +179,16 @@ class Run:
         size = self._pages_per_block * _PAGE.itemsize
         view, file, fs = pages.view(np.uint8).reshape(-1).data, self._file(), self._fs
         offsets: list[int] = (blocks * size).tolist()
-        begun = time.perf_counter()
-        for number, offset in enumerate(offsets):
-            is_slow = number == _TIMED and time.perf_counter() - begun > _TIMED * _SLOW
-            if number == 0 if fs.is_away(file) else is_slow:
-                for other in offsets[number:]:
-                    fs.will_need(file, other, size)
-            buffer = view[number * size : number * size + size]
-            if fs.read(file, [buffer], offset) != size:
-                fs.read_all(file, [buffer], offset)
+        places = list(zip(range(0, len(view), size), offsets, strict=True))
+        is_slow, read = fs.is_away(file), fs.read
+        for some in (places[:_TIMED], places[_TIMED:]):
+            begun = time.perf_counter()
+            for _, offset in some if is_slow else ():
+                fs.will_need(file, offset, size)
+            for start, offset in some:
+                if read(file, [view[start : start + size]], offset) != size:
+                    fs.read_all(file, [view[start : start + size]], offset)
+            is_slow = time.perf_counter() - begun > _TIMED * _SLOW
         return pages
 
 

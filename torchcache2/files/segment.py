@@ -8,10 +8,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
-from typing import Any
+from itertools import groupby, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from torchcache2.core.memory import as_bytes, empty_bytes, moved
 from torchcache2.core.rows import Rows, Schema
 from torchcache2.core.sizes import check_room
 from torchcache2.files import codec as codecs
-from torchcache2.files.codec import MOST_PART, Codec, Lane, Piece, Plane, buffer, lane
+from torchcache2.files.codec import MOST_PART, Codec, Piece, Plane, buffer, lane
 from torchcache2.files.filesystem import Descriptor, Descriptors, FileSystem, write_whole
 from torchcache2.files.layout import (
     BLOCK_BYTES,
@@ -42,10 +41,12 @@ _SAMPLES = 32
 _SLICE = 1 << 16  # bytes of each leaf
 _LARGE = 2 * _SAMPLES * _SLICE
 _FEW = 4  # blocks; so few are all tried
-_JOINED = 1 << 20  # bytes of a block that is written as one piece
+_WHOLE = 1 << 20  # bytes of a block that is written as one piece
 _CHECKED_AT_ONCE = 8 << 20  # bytes
 _DECODED_AT_ONCE = 1 << 18  # bytes
 _READ_AT_ONCE = 1 << 20  # bytes
+_JOINED = 64  # ranges that are read by one call
+_TIMED = 4  # reads
 _SLOW, _SLOW_PER_BYTE = 50e-6, 1e-9  # seconds; reads from the page cache are faster
 Batch = tuple[Keys, Rows]
 Columns = list[np.ndarray[Any, np.dtype[np.uint8]]]
@@ -208,7 +209,7 @@ def _compressed(
     for block in _blocks(pieces, per_block):
         some = codec.pieces(block, lanes, plan)
         more = sum(map(len, some))
-        done.append(some if more > _JOINED else [b"".join(map(buffer, some))])
+        done.append(some if more > _WHOLE else [b"".join(map(buffer, some))])
         size += more
         if size > before * (1 - _LEAST_SAVED):
             return None
@@ -243,86 +244,196 @@ def _slices(pieces: Sequence[Sequence[Bytes2D]], count: int) -> list[list[Bytes]
     return found
 
 
-class Filling:
-    """Columns that rows are read into, and blocks of these rows that are not decoded yet.
-
-    Blocks are decoded together, whichever segments they are from, as each decoding has a fixed cost; but only
-    a few at a time, so that they stay in the CPU cache.
-
-    Parameters
-    ----------
-    columns : list of ndarray of uint8, shape (k, bytes)
-        One for each leaf; `bytes` is the leaf's size in one row.
-    waited : callable
-        Called after each read, with whether it was so slow that it has probably waited for the disk.
+class Job(NamedTuple):
+    """Rows to read from a segment.
 
     Attributes
     ----------
-    undecoded : list of int
-        The targets whose blocks could not be decoded.
+    segment : Segment
+    rows : ndarray of int64, shape (m,)
+        Their numbers in the segment, ascending.
+    targets : ndarray of int64, shape (m,)
+        Position in the columns for each row.
+    checksums : ndarray of uint64, shape (m,)
     """
 
-    def __init__(self, columns: Columns, waited: Callable[[bool], object] = bool) -> None:
-        self.columns = columns
-        self.views = [(column.reshape(-1).data, column.shape[1]) for column in columns if column.shape[1]]
-        self.row_bytes = sum(size for _, size in self.views)
-        self.undecoded: list[int] = []
-        self._waited = waited
-        self._kind = "", 0  # the codec's name, and rows of a block
-        self._codec: Codec | None = None
-        self._lanes: Sequence[Lane] = ()
-        self._data: list[memoryview] = []
-        self._places: list[tuple[int, int]] = []  # row among all rows of the blocks, and target
+    segment: Segment
+    rows: Array
+    targets: Array
+    checksums: Array
 
-    def read(
-        self, fs: FileSystem, file: Descriptor, buffers: Sequence[memoryview], start: int, end: int
-    ) -> None:
-        """Fill buffers from a range of a file."""
-        begun = time.perf_counter()
-        fs.read_all(file, buffers, start)
-        self._waited(time.perf_counter() - begun > _SLOW + (end - start) * _SLOW_PER_BYTE)
 
-    def add(
-        self, codec: Codec, lanes: Sequence[Lane], count: int, data: memoryview, places: list[tuple[int, int]]
-    ) -> None:
-        """Take a block of `count` rows; `places` has the numbers of some, and where to put each of them."""
-        if (codec.name, count) != self._kind:
-            self.decode()
-            self._kind, self._codec, self._lanes = (codec.name, count), codec, lanes
-        first = count * len(self._data)
-        self._data.append(data)
-        self._places += [(first + row, target) for row, target in places]
-        if (first + count) * self.row_bytes >= _DECODED_AT_ONCE:
-            self.decode()
+def read_rows(
+    jobs: Sequence[Job], columns: Columns, waited: Callable[[bool], object] = bool
+) -> dict[int, Exception]:
+    """Read rows of one schema into columns; returns the errors by position of the job.
 
-    def decode(self) -> None:
-        """Decode the blocks that were taken, into the columns."""
-        data, places, count = self._data, self._places, self._kind[1]
-        if not data:
-            return
-        self._data, self._places = [], []
-        if len(places) == count == 1:  # a large row is decoded where it has to be
-            target = places[0][1]
-            if not self._decode(data, [column[target : target + 1] for column in self.columns]):
-                self.undecoded.append(target)
-            return
-        outs = [np.empty((len(data), count * column.shape[1]), np.uint8) for column in self.columns]
-        rows, targets = np.array(places).T
-        if not self._decode(data, outs):
-            for i, one in enumerate(data):
-                if not self._decode([one], [out[i : i + 1] for out in outs]):
-                    self.undecoded += targets[rows // count == i].tolist()
-        for column, out in zip(self.columns, outs, strict=True):
-            if column.shape[1]:
-                column[targets] = out.reshape(-1, column.shape[1])[rows]
+    All rows are read in one loop, whichever segments they are from. Rows of a failed job are undefined.
 
-    def _decode(self, data: list[memoryview], outs: Columns) -> bool:
-        assert self._codec is not None
+    Parameters
+    ----------
+    jobs : sequence of Job
+        At least one, each with rows.
+    columns : list of ndarray of uint8, shape (k, bytes)
+        One for each leaf; `bytes` is the leaf's size in one row.
+    waited : callable
+        Called after some reads each, with whether they were so slow that they have probably waited for the
+        disk.
+    """
+    reads = _Reads(jobs, columns, waited)
+    plain, packed = [], []
+    for number, (segment, rows, targets, checksums) in enumerate(jobs):
+        per_block = segment.layout.rows_per_block
         try:
-            self._codec.decode_all(data, outs, self._lanes)
+            if segment.layout.codec == "none":
+                starts, ends = segment.ranges(rows)
+                if ((ends - starts) != reads.row_bytes).any():
+                    raise DamagedError("a row of another size than its schema's")
+                plain.append((np.full(len(rows), number), starts, ends, targets, checksums))
+            else:
+                blocks, places = np.unique(rows // per_block, return_inverse=True)
+                spans = (np.full(len(blocks), number), *segment.ranges(blocks))
+                counts = np.minimum(per_block, len(segment) - blocks * per_block)
+                packed.append((*spans, counts, places, rows % per_block, targets, checksums))
+        except (OSError, DamagedError) as error:
+            reads.fail(number, error)
+    if plain:
+        reads.plain(*map(np.concatenate, zip(*plain, strict=True)))
+    if packed:
+        reads.packed(packed)
+    return reads.errors
+
+
+class _Reads:
+    """The state of `read_rows`."""
+
+    def __init__(self, jobs: Sequence[Job], columns: Columns, waited: Callable[[bool], object]) -> None:
+        self.errors: dict[int, Exception] = {}
+        self.row_bytes = sum(column.shape[1] for column in columns)
+        self._jobs, self._columns, self._waited = jobs, columns, waited
+        self._fs = jobs[0].segment.fs
+
+    def fail(self, number: int, error: Exception) -> None:
+        """Note an error, without its frames: these would keep the file open."""
+        self.errors.setdefault(number, error.with_traceback(None))
+
+    def plain(self, owners: Array, starts: Array, ends: Array, targets: Array, checksums: Array) -> None:
+        """Read rows as they are; if they have several leaves, by way of a table that stays in the cache."""
+        size, sums = self.row_bytes, checksums.tolist()
+        filled = [column for column in self._columns if column.shape[1]]
+        if len(filled) == 1:
+            view = filled[0].reshape(-1).data
+            self._read(
+                owners, starts, ends, [view[i * size : i * size + size] for i in targets.tolist()], sums
+            )
+            return
+        step = max(1, _DECODED_AT_ONCE // max(1, size))
+        for first in range(0, len(owners), step):
+            some = slice(first, first + step)
+            table = np.empty((len(owners[some]), size), np.uint8)
+            view = table.reshape(-1).data
+            views = [view[i * size : i * size + size] for i in range(len(table))]
+            self._read(owners[some], starts[some], ends[some], views, sums[some])
+            at = 0
+            for column in filled:
+                column[targets[some]] = table[:, at : at + column.shape[1]]
+                at += column.shape[1]
+
+    def packed(self, jobs: list[tuple[Array, ...]]) -> None:
+        """Read and decode blocks, some at once, as a decoding has a fixed cost: few, to stay in the cache."""
+        firsts = np.cumsum([0, *(len(job[0]) for job in jobs[:-1])])
+        owners, starts, ends, counts = map(np.concatenate, list(zip(*jobs, strict=True))[:4])
+        places = np.concatenate([first + job[4] for first, job in zip(firsts, jobs, strict=True)])
+        rows, targets, checksums = map(np.concatenate, list(zip(*jobs, strict=True))[5:])
+        codecs_of = {number: job.segment.codec for number, job in enumerate(self._jobs)}
+        kinds = [
+            (codecs_of[n].name, count) for n, count in zip(owners.tolist(), counts.tolist(), strict=True)
+        ]
+        first = 0
+        for (_, count), group in groupby(kinds):
+            last = first + sum(1 for _ in group)
+            step = max(1, _DECODED_AT_ONCE // max(1, count * self.row_bytes))
+            for begin in range(first, last, step):
+                end = min(last, begin + step)
+                some = slice(*np.searchsorted(places, [begin, end]))
+                spans = owners[begin:end], starts[begin:end], ends[begin:end]
+                self._decode(spans, count, places[some] - begin, rows[some], targets[some], checksums[some])
+            first = last
+
+    def _decode(
+        self,
+        spans: tuple[Array, Array, Array],
+        count: int,
+        places: Array,
+        rows: Array,
+        targets: Array,
+        sums: Array,
+    ) -> None:
+        """Read blocks of `count` rows; `places` and `rows` say which block and row of it goes to a target."""
+        owners, starts, ends = spans
+        cuts = np.cumsum([0, *(ends - starts)]).tolist()
+        data = memoryview(bytearray(cuts[-1]))
+        views = [data[a:b] for a, b in pairwise(cuts)]
+        self._read(owners, starts, ends, views)
+        segment = self._jobs[int(owners[0])].segment
+        is_direct = len(views) == count == len(targets) == 1  # a large row is decoded where it has to be
+        outs = (
+            [column[targets[0] : targets[0] + 1] for column in self._columns]
+            if is_direct
+            else [np.empty((len(views), count * column.shape[1]), np.uint8) for column in self._columns]
+        )
+        try:
+            segment.codec.decode_all(views, outs, segment.lanes)
         except DamagedError:
-            return False
-        return True
+            for i, view in enumerate(views):
+                try:
+                    segment.codec.decode_all([view], [out[i : i + 1] for out in outs], segment.lanes)
+                except DamagedError as error:
+                    self.fail(int(owners[i]), error)
+        for column, out in zip(self._columns, outs, strict=True):
+            if column.shape[1] and not is_direct:
+                column[targets] = out.reshape(-1, column.shape[1])[places * count + rows]
+        is_bad = row_checksums(self._columns, targets.tolist()) != sums
+        for number in set(owners[places[is_bad]].tolist()):
+            self.fail(number, DamagedError("a row differs from its checksum"))
+
+    def _read(
+        self,
+        owners: Array,
+        starts: Array,
+        ends: Array,
+        views: list[memoryview],
+        sums: list[int] | None = None,
+    ) -> None:
+        """Fill views from ranges of files, neighbours by one call; compare them with checksums, if given."""
+        is_first = (starts[1:] != ends[:-1]) | (owners[1:] != owners[:-1])
+        is_first[_JOINED - 1 :: _JOINED] = True
+        cuts = [0, *(is_first.nonzero()[0] + 1).tolist(), len(views)]
+        numbers, offsets, stops = owners.tolist(), starts.tolist(), ends.tolist()
+        errors, read = self.errors, self._fs.read
+        begun, reads, nbytes, opened = time.perf_counter(), 0, 0, -1
+        for first, last in pairwise(cuts):
+            number, offset = numbers[first], offsets[first]
+            if errors and number in errors:
+                continue
+            size, some = stops[last - 1] - offset, views[first:last]
+            try:
+                if number != opened:  # one at a time, as a process may open few
+                    file, opened = self._jobs[number].segment.file(), number
+                if read(file, some, offset) != size:
+                    self._fs.read_all(file, some, offset)
+            except (OSError, DamagedError) as error:
+                self.fail(number, error)
+                continue
+            if sums is not None:
+                for i in range(first, last):
+                    if xxh3_64_intdigest(views[i]) != sums[i]:
+                        self.fail(number, DamagedError("a row differs from its checksum"))
+            reads, nbytes = reads + 1, nbytes + size
+            if reads == _TIMED or nbytes > _READ_AT_ONCE:
+                now = time.perf_counter()
+                self._waited(now - begun > reads * _SLOW + nbytes * _SLOW_PER_BYTE)
+                begun, reads, nbytes = now, 0, 0
 
 
 class Segment:
@@ -361,8 +472,8 @@ class Segment:
         self._offsets = index.get("offsets")
         if self._offsets is not None and layout.payload_bytes < 1 << 32:
             self._offsets = self._offsets.astype(np.uint32)
-        self._codec = codecs.codec(layout.codec)
-        self._lanes = [lane(leaf.stored) for leaf in layout.schema.leaves]
+        self.codec = codecs.codec(layout.codec)
+        self.lanes = [lane(leaf.stored) for leaf in layout.schema.leaves]
 
     def __len__(self) -> int:
         return self.layout.count
@@ -425,53 +536,41 @@ class Segment:
         for i, extents in enumerate(distinct.tolist()):
             yield self._schema_of(extents), np.flatnonzero(inverse.reshape(-1) == i)
 
+    def file(self) -> Descriptor:
+        """The file, open."""
+        return self._descriptors.get(self.path)
+
     def is_away(self) -> bool:
         """Whether rows may have to be fetched over a network."""
         try:
-            return self.fs.is_remote and self.fs.is_away(self._descriptors.get(self.path))
+            return self.fs.is_remote and self.fs.is_away(self.file())
         except OSError:  # reading will meet the same error
             return False
 
     def read_ahead(self, rows: Array) -> None:
         """Ask the system to read rows ahead; `rows` are numbers of rows, shape ``(m,)``."""
-        file = self._descriptors.get(self.path)
-        blocks = np.unique(rows // max(1, self.layout.rows_per_block))
-        starts, ends = self._ranges(blocks)
-        for _, _, start, end in _runs(starts.tolist(), ends.tolist()):
-            self.fs.will_need(file, start, end - start)
+        if len(rows) == 0:
+            return
+        file = self.file()
+        starts, ends = self.ranges(np.unique(rows // max(1, self.layout.rows_per_block)))
+        first = np.flatnonzero(np.append(True, starts[1:] != ends[:-1]))  # neighbours are asked for together
+        last = np.append(first[1:], len(starts)) - 1
+        for start, end in zip(starts[first].tolist(), ends[last].tolist(), strict=True):
+            for at in range(start, end, _READ_AT_ONCE):  # the system ignores the rest of a long range
+                self.fs.will_need(file, at, min(_READ_AT_ONCE, end - at))
 
     def read(self, rows: Array, columns: Columns, targets: Array) -> bool:
-        """Read rows like `fill`, in any order; False if one is damaged. Needs the index."""
+        """Read rows of one schema into columns, in any order; False if one is damaged. Needs the index."""
         assert self.checksums is not None
         if len(rows) == 0:
             return True
-        order, filling = np.argsort(rows, kind="stable"), Filling(columns)
-        try:
-            self.fill(filling, rows[order], targets[order])
-        except DamagedError:
+        order = np.argsort(rows, kind="stable")
+        job = Job(self, rows[order], targets[order], self.checksums[rows[order]])
+        for error in read_rows([job], columns).values():
+            if not isinstance(error, DamagedError):
+                raise error
             return False
-        filling.decode()
-        return not filling.undecoded and bool(
-            (row_checksums(columns, targets.tolist()) == self.checksums[rows]).all()
-        )
-
-    def fill(self, filling: Filling, rows: Array, targets: Array) -> None:
-        """Read rows of one schema, without comparing their checksums.
-
-        Parameters
-        ----------
-        filling : Filling
-            What to read them into; complete once its `decode` is called.
-        rows : ndarray of int64, shape (m,)
-            Numbers of the rows in the segment, ascending.
-        targets : ndarray of int64, shape (m,)
-            Position in the columns for each row.
-        """
-        file = self._descriptors.get(self.path)
-        if self.layout.codec == "none":
-            self._read_plain(file, filling, rows, targets.tolist())
-        else:
-            self._read_blocks(file, filling, rows, targets.tolist())
+        return True
 
     def check(self) -> int:
         """Read all rows; returns how many are damaged."""
@@ -490,43 +589,7 @@ class Segment:
         columns = empty_columns(schema, 1)
         return sum(not self.read(rows[i : i + 1], columns, np.zeros(1, np.int64)) for i in range(len(rows)))
 
-    def _read_plain(self, file: Descriptor, filling: Filling, rows: Array, targets: list[int]) -> None:
-        """Read rows directly into the columns, neighbours by one call."""
-        views, size = filling.views, filling.row_bytes
-        if self.layout.rows_per_block:
-            starts, ends = self._ranges(rows)
-            if ((ends - starts) != size).any():
-                raise DamagedError("a row of another size than its schema's")
-            firsts = starts.tolist()
-        else:
-            firsts = [self._start + size * row for row in rows.tolist()]  # numpy is slower for a few
-        if not views:
-            return
-        buffers = [view[place * size : place * size + size] for place in targets for view, size in views]
-        for first, last, start, end in _runs(firsts, [start + size for start in firsts]):
-            some = buffers[first * len(views) : last * len(views)]
-            filling.read(self.fs, file, some, start, end)
-
-    def _read_blocks(self, file: Descriptor, filling: Filling, rows: Array, targets: list[int]) -> None:
-        """Read the blocks of rows, for `filling` to decode."""
-        per_block = self.layout.rows_per_block
-        places = defaultdict[int, list[tuple[int, int]]](list)  # by block: row in it, and target
-        for row, target in zip(rows.tolist(), targets, strict=True):
-            places[row // per_block].append((row % per_block, target))
-        blocks = list(places)
-        last_block = self.layout.blocks - 1
-        starts, ends = (bounds.tolist() for bounds in self._ranges(np.array(blocks)))
-        for first, last, start, end in _runs(starts, ends):
-            run = memoryview(bytearray(end - start))
-            filling.read(self.fs, file, [run], start, end)
-            for block, begin, stop in zip(
-                blocks[first:last], starts[first:last], ends[first:last], strict=True
-            ):
-                count = per_block if block < last_block else len(self) - last_block * per_block
-                data = run[begin - start : stop - start]
-                filling.add(self._codec, self._lanes, count, data, places[block])
-
-    def _ranges(self, blocks: Array) -> tuple[Array, Array]:
+    def ranges(self, blocks: Array) -> tuple[Array, Array]:
         """Where blocks, or rows without blocks, begin and end in the file."""
         if not self.layout.rows_per_block:
             size = self.layout.schema.row_bytes
@@ -539,7 +602,7 @@ class Segment:
         ].astype(np.int64)
 
     def _read_ranges(self, blocks: Array) -> tuple[Array, Array]:
-        """Like `_ranges`, from the file. Not checked here: the rows' checksums reveal wrong ranges."""
+        """Like `ranges`, from the file. Not checked here: the rows' checksums reveal wrong ranges."""
         file, index = self._descriptors.get(self.path), self._start - self.layout.index_bytes
         first = index + 24 * len(self)  # keys and checksums are before the offsets
         pairs = [self.fs.read_bytes(file, first + 8 * block, 16) for block in blocks.tolist()]
@@ -555,22 +618,6 @@ class Segment:
         for leaf in self.layout.schema.leaves:
             shapes.append(tuple(next(rest) if n < 0 else n for n in leaf.shape))
         return self.layout.schema.with_shapes(shapes)
-
-
-def _runs(starts: list[int], ends: list[int]) -> Iterator[tuple[int, int, int, int]]:
-    """Join adjacent ranges; yields the first range, the one after the last, and start and end in bytes.
-
-    Ranges are joined up to `_READ_AT_ONCE` bytes; a longer one stays alone.
-    """
-    first, begin, end = 0, -1, -1
-    for place, (start, upto) in enumerate(zip(starts, ends, strict=True)):
-        if start != end or upto - begin > _READ_AT_ONCE:
-            if place:
-                yield first, place, begin, end
-            first, begin = place, start
-        end = upto
-    if starts:
-        yield first, len(starts), begin, end
 
 
 def empty_columns(schema: Schema, count: int) -> Columns:

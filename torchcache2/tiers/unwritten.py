@@ -16,7 +16,7 @@ from torchcache2.core.memory import CUDA, Arriving, as_bytes
 from torchcache2.core.process import ProcessLock
 from torchcache2.core.rows import Rows, Schema
 from torchcache2.files.layout import schema_text
-from torchcache2.files.segment import Filling
+from torchcache2.files.segment import Columns
 
 _MOST_SCHEMAS = 1000
 
@@ -266,14 +266,14 @@ class Pending:
         for schema, parts in by_schema.items():
             yield schema, np.sort(np.concatenate(parts))
 
-    def fill(self, filling: Filling, rows: Array, targets: Array) -> None:
-        """Copy rows of one schema into the columns of `filling`, at `targets`."""
+    def fill(self, columns: Columns, rows: Array, targets: Array) -> None:
+        """Copy rows of one schema into columns, at `targets`."""
         numbers = self._batches_of(rows)
         for number in np.unique(numbers).tolist():
             which = np.flatnonzero(numbers == number)
             own = self.batches[number][1].rows
             chosen = rows[which] - self._starts[number]
-            for column, source in zip(filling.columns, own.columns, strict=True):
+            for column, source in zip(columns, own.columns, strict=True):
                 column[targets[which]] = as_bytes(source).numpy()[chosen]
 
     def _batches_of(self, rows: Array) -> Array:

@@ -13,14 +13,14 @@ import torch
 
 from torchcache2.core.errors import AwayError, DamagedError, NewerFormatError
 from torchcache2.core.keys import Array, Flags, Keys, Positions
-from torchcache2.core.rows import Parts, Rows, Schema, merged
-from torchcache2.files.segment import Columns, Filling, Segment, empty_columns, row_checksums, rows_of
+from torchcache2.core.rows import Parts, Schema, merged
+from torchcache2.files.segment import Job, Segment, empty_columns, rows_of
+from torchcache2.files.segment import read_rows as read_segments
 from torchcache2.tiers.bucket.source import BucketSource
 from torchcache2.tiers.disk.health import Health
 from torchcache2.tiers.disk.index import AnySegment, NamespaceIndex, RowLocations, TierIndex
 
 _TOUCHED_EVERY = 60.0  # seconds
-_ASKED_BESIDE = 8 << 20  # from so many bytes on, ask in a thread
 
 
 class Reader:
@@ -174,48 +174,45 @@ class Reader:
                     self._fs.touch(segment.path)
 
 
-_Job = tuple[int, Array]  # the number of a segment, and which of the rows to read from it
-
-
 def read_rows(
     segments: Mapping[int, AnySegment], where: RowLocations, positions: Positions
-) -> tuple[list[tuple[Positions, Rows]], dict[int, Exception]]:
+) -> tuple[Parts, dict[int, Exception]]:
     """Read rows by schema; also returns the error of each unreadable segment, whose rows are left out.
 
     `positions` are positions in the batch. Rows of other segments are left out, too. Once reads have to wait
     for the disk, the system is asked to read all rows ahead.
     """
-    order = np.lexsort((where.rows, where.numbers))  # as in the files
+    order = np.argsort(where.numbers << 32 | where.rows)  # as in the files
     where, positions = where.at(order), positions[order]
     cuts = np.flatnonzero(where.numbers[1:] != where.numbers[:-1]) + 1
-    jobs: dict[Schema, list[_Job]] = {}
-    ahead: dict[int, Array] = {}
+    by_schema: dict[Schema, list[tuple[int, Array]]] = {}  # numbers of segments, and places of their rows
+    rows: dict[int, Array] = {}
     for begin, end in pairwise([0, *cuts.tolist(), len(order)]):
         number = int(where.numbers[begin])
         if number in segments:
-            ahead[number] = rows = where.rows[begin:end]
-            for schema, some in segments[number].schemas(rows):
-                jobs.setdefault(schema, []).append((number, begin + some))
-    size = sum(schema.row_bytes * sum(len(which) for _, which in some) for schema, some in jobs.items())
-    failed: dict[int, Exception] = {}
-    with _Ahead(segments, ahead, size) as asks:
-        parts = [
-            _read(segments, schema, some, where, positions, failed, asks) for schema, some in jobs.items()
-        ]
-    return [part for part in parts if part is not None], failed
+            rows[number] = where.rows[begin:end]
+            for schema, some in segments[number].schemas(rows[number]):
+                by_schema.setdefault(schema, []).append((number, begin + some))
+    parts, failed = Parts(), dict[int, Exception]()
+    with _Ahead(segments, rows) as asks:
+        for schema, chosen in by_schema.items():
+            try:
+                parts += _read(segments, schema, chosen, where, positions, failed, asks)
+            except MemoryError as error:
+                failed.update((number, error.with_traceback(None)) for number, _ in chosen)
+    return parts, failed
 
 
 class _Ahead:
-    """Asks the system to read rows ahead, once reads have to wait for the disk.
+    """Asks the system to read `rows`, by segment, ahead, once reads have to wait for the disk.
 
-    `rows` are given by segment. If they have many bytes, a thread asks, as the call blocks while the system's
-    queue is full.
+    A thread asks, as the call blocks while the system's queue is full.
     """
 
-    def __init__(self, segments: Mapping[int, AnySegment], rows: dict[int, Array], size: int) -> None:
-        self._segments, self._rows, self._size = segments, rows, size
+    def __init__(self, segments: Mapping[int, AnySegment], rows: dict[int, Array]) -> None:
+        self._segments, self._rows = segments, rows
         self._thread: threading.Thread | None = None
-        self._slow = 0  # slow reads in a row, up to the last one
+        self._slow = 0  # slow reads in a row, up to the last ones
 
     def __enter__(self) -> _Ahead:
         away = [n for n, one in self._segments.items() if isinstance(one, Segment) and one.is_away()]
@@ -227,69 +224,52 @@ class _Ahead:
             self._thread.join()
 
     def __call__(self, is_slow: bool) -> None:
-        """Ask for all rows, once, when two reads in a row were slow: one may have met a page fault."""
+        """Ask for all rows, once, when reads were slow twice in a row: some may have met a page fault."""
         self._slow = self._slow + 1 if is_slow else 0
-        if self._slow < 2:
-            return
-        rows, self._rows = self._rows, {}
-        if rows and self._size >= _ASKED_BESIDE:
-            thread = threading.Thread(
-                target=self._ask, args=(rows,), name="torchcache2 read-ahead", daemon=True
-            )
+        if self._slow == 2 and self._thread is None:
+            name = "torchcache2 read-ahead"
+            thread = threading.Thread(target=self._ask, args=(self._rows,), name=name, daemon=True)
             with contextlib.suppress(RuntimeError):  # there are too many threads, or the interpreter ends
                 thread.start()
                 self._thread = thread
-                return
-        self._ask(rows)
 
     def _ask(self, rows: Mapping[int, Array]) -> None:
         for number, some in rows.items():
-            with contextlib.suppress(OSError):  # reading will meet the same error
+            with contextlib.suppress(OSError, DamagedError):  # reading will meet the same error
                 self._segments[number].read_ahead(some)
 
 
 def _read(
     segments: Mapping[int, AnySegment],
     schema: Schema,
-    jobs: list[_Job],
+    chosen: list[tuple[int, Array]],
     where: RowLocations,
     positions: Positions,
     failed: dict[int, Exception],
     waited: Callable[[bool], object],
-) -> tuple[Positions, Rows] | None:
-    """Rows of one schema, by position; adds the errors of unreadable segments to `failed`."""
-    chosen = np.concatenate([which for _, which in jobs])
-    where, positions = where.at(chosen), positions[chosen]
-    wanted = np.sort(positions)
-    targets = np.searchsorted(wanted, positions)
-    is_checked, errors, start = np.zeros(len(wanted), bool), dict[int, Exception](), 0
-    try:
-        columns: Columns = empty_columns(schema, len(wanted))
-        filling = Filling(columns, waited)
-        for number, which in jobs:
-            some = slice(start, start + len(which))
-            start, rows, segment = some.stop, where.rows[some], segments[number]
+) -> Parts:
+    """The rows of one schema, by position; adds the errors of unreadable segments to `failed`."""
+    asked = [positions[which] for _, which in chosen]
+    wanted = np.sort(np.concatenate(asked))
+    columns, jobs, errors = empty_columns(schema, len(wanted)), dict[int, Job](), dict[int, Exception]()
+    for (number, which), some in zip(chosen, asked, strict=True):
+        segment, rows, targets = segments[number], where.rows[which], np.searchsorted(wanted, some)
+        if isinstance(segment, Segment):
+            sums = where.checksums[which] if segment.checksums is None else segment.checksums[rows]
+            jobs[number] = Job(segment, rows, targets, sums)
+        else:
             try:
-                segment.fill(filling, rows, targets[some])
-            except (OSError, DamagedError) as error:
-                errors[number] = error.with_traceback(None)  # its frames would keep the file open
-                continue
-            is_checked[some] = isinstance(segment, Segment)
-            if segment.checksums is not None:
-                where.checksums[some] = segment.checksums[rows]
-        filling.decode()
-    except MemoryError as error:
-        failed.update((number, error.with_traceback(None)) for number, _ in jobs)
-        return None
-    checked = np.flatnonzero(is_checked)
-    is_bad = row_checksums(columns, targets[checked].tolist()) != where.checksums[checked]
-    is_bad |= np.isin(targets[checked], filling.undecoded)
-    for number in np.unique(where.numbers[checked[is_bad]]).tolist():
-        errors[number] = DamagedError("a row differs from its checksum")
+                segment.fill(columns, rows, targets)
+            except OSError as error:
+                errors[number] = error.with_traceback(None)
+    if jobs:
+        numbers = list(jobs)
+        for place, problem in read_segments(list(jobs.values()), columns, waited).items():
+            errors[numbers[place]] = problem
     failed |= errors
     result = rows_of(schema, columns, len(wanted))
     if not errors:
-        return wanted, result
-    good = np.ones(len(wanted), bool)
-    good[targets[np.isin(where.numbers, list(errors))]] = False
-    return (wanted[good], result.take(torch.from_numpy(np.flatnonzero(good)))) if good.any() else None
+        return [(wanted, result)]
+    lost = [some for (number, _), some in zip(chosen, asked, strict=True) if number in errors]
+    good = np.flatnonzero(~np.isin(wanted, np.concatenate(lost)))
+    return [(wanted[good], result.take(torch.from_numpy(good)))] if len(good) else []

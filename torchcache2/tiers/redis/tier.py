@@ -25,7 +25,7 @@ from torchcache2.core.places import Servers
 from torchcache2.core.process import ProcessLock, holds
 from torchcache2.core.rows import Parts, Rows, Schema, merged
 from torchcache2.files.codec import codec as codec_of
-from torchcache2.files.segment import Filling, empty_columns, rows_of
+from torchcache2.files.segment import empty_columns, rows_of
 from torchcache2.tiers.base import Found, Signals, Tier, TierClaim, TierStats
 from torchcache2.tiers.redis.claims import RedisClaims
 from torchcache2.tiers.redis.client import Clients, Command, failed
@@ -125,7 +125,7 @@ class RedisTier(Tier):
                 positions, rows = np.array(pairs, np.int64).T
                 for schema, which in pending.schemas(rows):
                     columns = empty_columns(schema, len(which))
-                    pending.fill(Filling(columns), rows[which], np.arange(len(which)))
+                    pending.fill(columns, rows[which], np.arange(len(which)))
                     parts.append((positions[which], rows_of(schema, columns, len(which))))
             if wanted:
                 asked = np.array(wanted)
