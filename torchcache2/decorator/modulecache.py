@@ -45,7 +45,8 @@ from torchcache2.identity.namespace import History, NamespaceKeeper
 
 Plain = Callable[..., Any]
 _CPU = torch.device("cpu")
-_MANY = 1000  # misses before a hint says why no item was found
+_MANY = 1000  # items before a hint says why none was found
+_LENGTHS = 4  # shapes of items that may come from padding
 
 
 class Owner:
@@ -123,7 +124,7 @@ class ModuleCache:
         self._probes = probes if probes is not None else Probes()
         self._walks = 1
         self._is_without_grad = False
-        self._has_hinted = False
+        self._hint_at: float = _MANY  # how many items, until the next look
 
     def bind(self, root: Any, plain: Plain, method: str = "forward", others: Sequence[Plain] = ()) -> None:
         """Set the target: `plain` is the function, or the bound method of an object, without the cache.
@@ -253,7 +254,7 @@ class ModuleCache:
     def description(self, namespace: bytes) -> dict[str, Any]:
         """A description of the namespace as JSON, for people and `explain`."""
         document = self.engine.document()
-        document["class"] = self._class()
+        document |= {"class": self._class(), "label": self.settings.label, "methods": sorted(self.methods)}
         fingerprint = self.fingerprint  # read once: another thread may change it
         if fingerprint.namespace == namespace:
             document["parts"] = {name: data.hex() for name, data in fingerprint.parts.items()}
@@ -276,7 +277,7 @@ class ModuleCache:
         except torch.cuda.OutOfMemoryError as error:
             self.engine.relieve(error)
             raise
-        if not self._has_hinted:
+        if self.engine.counters.hits + self.engine.counters.misses >= self._hint_at:
             self._hint()
         return given_back(output, args, kwargs)
 
@@ -357,17 +358,21 @@ class ModuleCache:
                 cache._tell_missed.call()
 
     def _hint(self) -> None:
-        """After many misses without a hit, say once why."""
-        counters = self.engine.counters
-        if counters.hits == 0 and counters.misses < _MANY:
-            return
-        self._has_hinted = True
-        if counters.hits == 0:
+        """After 1,000 items, say once why none was found; later, whether padding may be why few were."""
+        found, items = self.engine.counters.hits, self.engine.counters.hits + self.engine.counters.misses
+        is_first, self._hint_at = self._hint_at == _MANY, 2 * items
+        if found == 0 and is_first:
             why = self.explain()
             # In the first epoch, all items are new.
             log = logger.info if why.startswith(("namespace ", NOTHING_DIFFERS)) else logger.warning
             text = "%s: none of the first %s items was found; explain() says: %s"
-            self.engine.tell("hint", text, self.name, f"{counters.misses:,}", why, log=log)
+            self.engine.tell("hint", text, self.name, f"{items:,}", why, log=log)
+        elif items // 100 < found < items // 2 and self._known.lengths() >= _LENGTHS:
+            saved = self.engine.counters.stats().seconds_saved or 0.0
+            if saved < 0.0:
+                text = "%s: only %s of %s items were found, and caching took %.1f s more than that saved. %s"
+                shares = f"{found:,}", f"{items:,}", -saved
+                self.engine.tell("padding", text, self.name, *shares, bypass.PADDING)
 
     def _call(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         start, root, runner = time.perf_counter(), self.living_root(), self._known.runner
@@ -528,11 +533,20 @@ class ModuleCache:
             cache.engine.flush()
 
     def clear(self) -> None:
-        """Forget every row of this object, on disk too."""
+        """Forget every row of this object: in memory, on servers, and on disk unless others use them there.
+
+        What others use in a folder is found again. `free_memory` leaves all that is outside of memory.
+        """
         for cache in self.methods.values():
-            cache._drop(cache.namespace)
+            cache.engine.clear()
             cache._probes.forget()
             cache._backoff = Backoff(4, 16)
+
+    def free_memory(self) -> None:
+        """Free the rows in memory, also those that ranks share; later calls find them on disk, or compute."""
+        self.flush()
+        for cache in self.methods.values():
+            cache.engine.tiers.forget(cache.namespace)
 
     def close(self) -> None:
         """Stop caching and free the rows in memory; later calls compute everything.

@@ -408,8 +408,8 @@ class Cache:
         self.tiers.flush()
 
     def clear(self) -> None:
-        """Forget every row of this cache's namespace, on disk too."""
-        self.drop(self.namespace)
+        """Forget every row of this cache's namespace, on disk too, unless others use them there."""
+        self.tiers.drop(self.namespace, is_wrong=False)
 
     def close(self, *, forgets: bool = True) -> None:
         """Stop caching and free the rows in memory; later calls compute everything.
