@@ -123,9 +123,9 @@ def torchcache(target: Any = None, /, **options: Any) -> Any:
         fields of `CacheSettings`:
         `enabled`, `subsample_count`, `persistent`, `persistent_cache_dir`, `persistent_module_hash`,
         `version`, `code_version`, `label`, `max_memory_cache_size`, `max_persistent_cache_size`,
-        `compression`, `compression_quality`, `memory_cache_device`, `cache_dtype`, `policy`, `shared_args`, `item_args`,
-        `ignore`, `probe`, `strict`, `miss_batch`, `verify`, `distributed`, `claims`, `local_dir`,
-        `storage_options`, `remote_size`.
+        `compression`, `compression_quality`, `memory_cache_device`, `cache_dtype`, `policy`, `shared_args`,
+        `item_args`, `ignore`, `probe`, `strict`, `miss_batch`, `verify`, `distributed`, `claims`,
+        `local_dir`, `storage_options`, `remote_size`.
 
     Returns
     -------

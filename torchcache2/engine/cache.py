@@ -409,7 +409,7 @@ class Cache:
 
     def clear(self) -> None:
         """Forget every row of this cache's namespace, on disk too, unless others use them there."""
-        self.tiers.drop(self.namespace, is_wrong=False)
+        self.tiers.drop_ours(self.namespace)
 
     def close(self, *, forgets: bool = True) -> None:
         """Stop caching and free the rows in memory; later calls compute everything.
