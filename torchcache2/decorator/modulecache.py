@@ -20,7 +20,6 @@ import torch
 
 from torchcache2.core.errors import NotCachedError, OptionError
 from torchcache2.core.logs import logger
-from torchcache2.core.process import AtExit
 from torchcache2.core.settings import CacheSettings, disabled_by_environment, strict_by_environment
 from torchcache2.core.sizes import is_out_of_memory
 from torchcache2.decorator import bypass
@@ -110,8 +109,6 @@ class ModuleCache:
         self.engine.face, self.engine.must_stack = weakref.ref(self), settings.probe
         self._owner: Owner = owner or (beside._owner if beside is not None else Owner(history))
         self.kept: list[ModuleCache] = []  # other methods' caches without other references
-        self.on_first_call: Callable[[Any], None] | None = None  # called with the object
-        self._tell_missed: AtExit | None = None  # warns that only another method was called
         self._made = now()
         self.method = "forward"
         self._sealed: tuple[bytes, torch.device] | None = None  # the namespace, and where outputs were made
@@ -190,7 +187,6 @@ class ModuleCache:
 
     def stats(self, method: str | None = None) -> CacheStats:
         """Statistics of all methods of this object so far, or of one."""
-        self._tell()
         chosen = [self.of(method)] if method is not None else self.methods.values()
         return functools.reduce(_added, [one.engine.stats() for one in chosen])
 
@@ -229,7 +225,6 @@ class ModuleCache:
         If the namespace is unchanged, the arguments of the last two calls are compared. At the end comes what
         `ignore` leaves out.
         """
-        self._tell()
         asked = self.of(method) if method is not None else self.methods.get(self._owner.last, self)
         return asked._explained()
 
@@ -247,7 +242,9 @@ class ModuleCache:
         names = self._known.signature.ignored - {*self.keeper.ignored}
         paths = [*self.keeper.ignored, *[f"argument {name}" for name in sorted(names)]]
         ignored = at_most([f"left out by ignore: {path}" for path in paths])
-        return "\n".join([text, *ignored])
+        # A user who calls another method than the one that is cached asks here.
+        unused = [] if self._owner.last else [f"{self.method} was not called: methods=(…) names what is"]
+        return "\n".join([text, *ignored, *unused])
 
     warmup, estimate = warm_up, estimate  # methods; documented in `warmup.py`
 
@@ -265,8 +262,6 @@ class ModuleCache:
         """The output of ``forward(*args, **kwargs)``."""
         # If the forward calls its own module, only the outermost call is cached.
         self._owner.last = self.method
-        if self.on_first_call is not None:
-            self._begin(self.on_first_call)
         is_passed = self._known.runner.is_inside or not self.settings.enabled
         if is_passed or is_traced() or disabled_by_environment():
             return forward(*args, **kwargs)
@@ -331,31 +326,6 @@ class ModuleCache:
         self.engine.counters.add(hits=len(keys))
         output = output_of(rows, device=device)
         return given_back(output[0] if call.is_one else output, args, kwargs)
-
-    def _begin(self, on_first_call: Callable[[Any], None]) -> None:
-        self.on_first_call = None
-        on_first_call(self.root)
-        if self._tell_missed is not None:
-            self._tell_missed.cancel()
-            self._tell_missed = None
-
-    def miss_forward(self, other: str) -> None:
-        """Record that another method was called instead of forward; with ``strict``, raise an error."""
-        if self.on_first_call is None or not self.settings.enabled or disabled_by_environment():
-            return
-        text = (
-            f"{self.name}: nothing was cached: only calls of forward are, and only {other} is "
-            f"called; torchcache(model, methods=({other!r},)) caches that"
-        )
-        if self._is_strict():
-            raise NotCachedError(text)
-        if self._tell_missed is None:
-            self._tell_missed = AtExit(functools.partial(self.engine.tell, "missed", "%s", text), 0)
-
-    def _tell(self) -> None:
-        for cache in self.methods.values():
-            if cache._tell_missed is not None:
-                cache._tell_missed.call()
 
     def _hint(self) -> None:
         """After 1,000 items, say once why none was found; later, whether padding may be why few were."""
@@ -616,7 +586,6 @@ class ModuleCache:
         twin.keeper.name, twin.engine.name = self.keeper.name, self.engine.name
         twin._owner.root = weakref.ref(copy)
         twin._owner.add(twin.method, twin)
-        twin.on_first_call = self.on_first_call
         twin.kept = deepcopy(self.kept, memo)
         return twin
 
