@@ -238,6 +238,8 @@ def test_ls_in_json_has_the_whole_names_and_exact_numbers(path):
     assert one == {
         "namespace": FIRST,
         "class": "models.Backbone",
+        "label": None,
+        "methods": [],
         "dataset": None,
         "segments": 1,
         "unreadable": 0,
@@ -593,6 +595,38 @@ def test_prune_and_rm_spare_what_another_process_uses(path):
         user.wait()
     run("rm", path, SECOND, "--yes")
     assert segments(path) == []
+
+
+def test_ls_tells_models_apart_and_rm_takes_all_of_a_class_but_what_is_used(tmp_path):
+    class Net(torch.nn.Module):
+        def __init__(self, scale):
+            super().__init__()
+            self.scale = scale
+
+        def forward(self, x):
+            return x * self.scale
+
+        def encode(self, x):
+            return x * self.scale
+
+    def module(scale, **options):
+        return torchcache2.torchcache(persistent_cache_dir=tmp_path, **options)(Net(scale).eval())
+
+    used, *others = module(1, label="teacher"), module(2), module(3, methods=("encode", "forward"))
+    for one in (used, *others):
+        one(torch.ones(2, 4)), one.encode(torch.ones(2, 4))
+        one.cache_instance.flush()
+    for one in others:
+        one.cache_instance.close()
+    name = f"{__name__}.{Net.__qualname__}"
+    titles = [f"{name} teacher", name, f"{name}.encode/forward"]
+    assert sorted(line[1] for line in run("ls", tmp_path).cells[1:]) == sorted(titles)
+    done = run("rm", tmp_path, name, "--unused", "--yes")
+    assert [line[1] for line in done.cells[1:-1]] == [name, name]
+    assert [line[1] for line in run("ls", tmp_path).cells[1:]] == titles[:1]
+    run("rm", tmp_path, "teacher", "--yes", code=1)
+    used.cache_instance.close()
+    run("rm", tmp_path, "teacher", "--yes")
 
 
 # rm

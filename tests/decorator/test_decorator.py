@@ -336,5 +336,8 @@ def test_the_cache_is_a_context_manager_and_can_be_cleared():
         cache.clear()
         module(x)
         assert (cache.stats().hits, cache.stats().misses) == (5, 10)
+        rows = cache.stats().memory_rows
+        cache.free_memory()
+        assert cache.stats().memory_rows == rows - 5
     assert torch.equal(module(x), module(x))
     assert cache.stats().hits == 5

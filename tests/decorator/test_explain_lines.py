@@ -47,11 +47,21 @@ def test_a_call_that_raises_is_not_what_the_call_before_was():
     assert not lines(net)[0].startswith("not cached")
 
 
-def test_calls_that_were_never_cached_have_one_line():
-    net = frozen(nn.Linear(4, 4)).requires_grad_(True)
-    net(X)
-    (line,) = lines(net)
-    assert line.startswith("not cached: grad: grad mode is on and a parameter requires grad; ")
+LAYER = nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize("where", ["0.weight", "global LAYER.weight", "closure inner.bias"])
+def test_calls_that_were_never_cached_have_one_line_with_the_path_of_what_requires_grad(where):
+    inner = nn.Linear(4, 4)
+    inner.weight.requires_grad_(False)
+    cached = {
+        "0": lambda: frozen(LAYER).requires_grad_(True),
+        "global": lambda: torchcache(lambda x: LAYER(x)),
+        "closure": lambda: torchcache(lambda x: inner(x)),
+    }[where.partition(" ")[0].partition(".")[0]]()
+    cached(X)
+    (line,) = lines(cached)
+    assert line.startswith(f"not cached: grad: grad mode is on and {where} requires grad; ")
 
 
 @torchcache
@@ -278,3 +288,14 @@ def test_where_something_was_found_there_is_no_hint(log):
     for step in range(6):
         stepped(MANY, step)
     assert hints(log) == []
+
+
+def test_a_hint_names_padding_where_it_leaves_too_few_found(log):
+    lengths, generator = torch.arange(400) % 23 + 5, torch.Generator().manual_seed(0)
+    net = torchcache(lambda ids: ids.sum(1))
+    for _ in range(8):
+        for positions in torch.randperm(400, generator=generator).split(8):
+            longest = int(lengths[positions].max())
+            net((torch.arange(longest) < lengths[positions, None]) * (1.0 + positions[:, None]))
+    said = [one.getMessage() for one in log if "items were found" in one.getMessage()]
+    assert len(said) == 1 and said[0].endswith("or a multiple (docs/recipes/padding.md)")

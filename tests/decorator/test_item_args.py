@@ -433,6 +433,15 @@ def test_calls_that_raise_without_the_cache_raise_the_same_with_it():
     assert stats(function).misses == 1  # one text is one item
 
 
+def test_one_path_is_one_item_and_of_anything_else_a_list_is_asked_for(tmp_path, log):
+    (tmp_path / "a.txt").write_text("a")
+    function = torchcache(item_args="path")(lambda path: torch.tensor([len(str(path))]))
+    for path in (tmp_path / "a.txt", tmp_path / "a.txt", 5):
+        assert function(path).shape == (1,)
+    assert (stats(function).misses, stats(function).bypasses) == (1, {"argument": 1})
+    assert warnings_in(log)[0].endswith("with one entry per item. Pass a list of one to have one item")
+
+
 def test_containers_that_hold_themselves_or_too_many_others_are_passed_through():
     inside, deep = [], []
     inside.append(inside)

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import gc
-import inspect
 import io
 import pickle
 import weakref
@@ -13,12 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.helpers import warm
 from tests.helpers.outputs import frozen
 from torchcache2 import (
     DecorationError,
     ModuleCache,
-    NotCachedError,
     OptionError,
     cache_of,
     torchcache,
@@ -770,181 +767,15 @@ def test_an_object_of_a_decorated_class_may_have_options_of_its_own(x):
     assert cache_of(embedder).settings.policy == "keep"
 
 
-# A module whose forward is never called
+def test_explain_says_if_another_method_than_the_cached_one_is_called(x):
+    model = torchcache(frozen(Clip()))
+    model.encode_image(x)
+    assert "forward was not called: methods=(…) names what is" in cache_of(model).explain()
+    model(x)
+    assert "was not called" not in cache_of(model).explain()
 
 
-class Vae(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(4, 3)
-        self.saved = ""
-
-    def forward(self, x):
-        return self.encode(x) * 2
-
-    def encode(self, x):
-        return self.tiled(x)
-
-    def tiled(self, x):
-        return self.fc(x)
-
-    def embed(self, texts):
-        return torch.tensor([[float(len(text))] for text in texts])
-
-    def save(self, folder):
-        self.saved = folder
-
-    def describe(self, words):
-        return f"{words} {self.saved}"
-
-    def get_layer(self, number=0):
-        return self.fc
-
-
-def missed(log):
-    return [text for text in texts(log) if "nothing was cached" in text]
-
-
-def decorated(options, *bases):
-    """A frozen module of a class that is decorated."""
-
-    class Decorated(*bases or (Vae,)):
-        def __init__(self):
-            super().__init__()
-            self.tiled(torch.ones(2, 4))
-
-    return frozen(torchcache(Decorated, **options)())
-
-
-MAKERS = {
-    "object": lambda **options: torchcache(frozen(Vae()), **options),
-    "class": lambda **options: decorated(options),
-    "derived": lambda **options: frozen(type("Derived", (type(decorated(options)),), {})()),
-}
-
-
-@pytest.fixture(params=MAKERS)
-def make(request):
-    """Makes a module whose forward is cached."""
-    return MAKERS[request.param]
-
-
-def test_a_forward_that_is_never_called_is_told_once(make, x, log):
-    vae = make()
-    vae.save("folder"), vae.describe("a"), vae.get_layer(), vae.get_layer(number=1)
-    assert missed(log) == [] and vae.saved == "folder"
-    cache_of(vae).stats()
-    assert missed(log) == []
-    for _ in range(3):
-        assert torch.equal(vae.encode(x), vae.fc(x))
-    assert missed(log) == []
-    cache_of(vae).stats(), cache_of(vae).explain()
-    (told,) = missed(log)
-    assert "only encode is called; torchcache(model, methods=('encode',)) caches that" in told
-    torchcache(vae, methods=("encode",))
-    vae.encode(x), vae.encode(x)
-    assert calls(vae) == (5, 5)
-    added = {"encode", "cache_instance", "_replicate_for_data_parallel"}
-    assert set(vars(vae)) - set(vars(Vae())) == added
-
-
-@pytest.mark.parametrize("name, argument", [("encode", "x"), ("embed", ["a", "bb"]), ("embed", "ab")])
-def test_strict_raises_at_that_call(make, name, argument, x):
-    vae = make(strict=True)
-    argument = x if argument == "x" else argument
-    for _ in range(2):
-        with pytest.raises(NotCachedError, match=rf"torchcache\(model, methods=\('{name}',\)\) caches that"):
-            getattr(vae, name)(argument)
-    vae.save("folder")
-    assert torch.equal(vae(x), vae.fc(x) * 2)
-    assert torch.equal(vae.encode(x), vae.fc(x))  # from then on it is as it was
-
-
-class Predicts(Vae):
-    def predict(self, x):
-        return self.encode(x).argmax(1) + self(x).argmax(1)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [lambda: torchcache(frozen(Predicts()), strict=True), lambda: decorated({"strict": True}, Predicts)],
-)
-def test_a_method_that_calls_forward_is_no_mistake(make, x, log):
-    model = make()
-    model.predict(x)
-    assert calls(model) == (0, 5) and missed(log) == []
-    assert "predict" not in vars(model) and "encode" not in vars(model)
-
-
-AT_EXIT = """
-import torch
-from torch import nn
-from torchcache2 import torchcache
-
-class Vae(nn.Module):
-    def encode(self, x):
-        return x
-    def forward(self, x):
-        return x
-
-def main(called):
-    vae = torchcache(Vae().eval())
-    vae.encode(torch.ones(2))
-    if called:
-        vae(torch.ones(2))
-
-main(False)
-main(True)
-print("end")
-"""
-
-
-@pytest.mark.soak  # a process of its own
-def test_it_is_told_at_exit():
-    done = warm.run(AT_EXIT)
-    assert (done.out + done.err).count("only encode is called") == 1
-
-
-def test_what_watches_changes_nothing_else(x):
-    plain, vae = frozen(Vae()), torchcache(frozen(Vae()))
-    vae.load_state_dict(plain.state_dict())
-    assert inspect.signature(vae.encode) == inspect.signature(plain.encode)
-    expected = cache_of(vae).module_hash
-    for twin in (copy.deepcopy(vae), pickle.loads(pickle.dumps(vae))):
-        assert twin.encode.__self__ is twin
-        twin.fc = nn.Linear(4, 2)
-        assert twin.encode(x).shape == (5, 2)
-        twin(x)
-        assert "encode" not in vars(twin)
-    compiled = torch.compile(vae.encode, backend="eager", fullgraph=True)
-    assert torch.equal(compiled(x), plain.encode(x))
-    assert torchcache(frozen(Vae())).encode(x).shape == (5, 3)  # it holds the module, as before
-    vae(x)
-    assert cache_of(vae).module_hash == expected
-    reference = weakref.ref(vae)
-    torch.compiler.reset()
-    gc.disable()
-    try:
-        del vae, compiled, twin
-        assert reference() is None
-    finally:
-        gc.enable()
-
-
-def test_what_watches_a_class_changes_nothing_else(x):
-    plain, vae = frozen(Vae()), decorated({})
-    vae.load_state_dict(plain.state_dict())
-    kind, expected = type(vae), plain.encode(x)
-    assert inspect.signature(vae.encode) == inspect.signature(plain.encode)
-    for twin in (copy.copy(vae), copy.deepcopy(vae)):
-        assert twin.encode.__self__ is twin and torch.equal(twin.encode(x), expected)
-    for _ in range(2):  # before and after the first call of forward
-        assert torch.equal(torch.compile(vae.encode, backend="eager", fullgraph=True)(x), expected)
-        assert torch.equal(vae(x), expected * 2) and torch.equal(vae.encode(x), expected)
-    assert torch.equal(kind.encode(plain, x), expected)
-    uncache(kind)
-    assert kind.encode is Vae.encode and torch.equal(vae.encode(x), expected)
-    torch.compiler.reset()
+# Shallow copies
 
 
 class Slotted(Pipeline):
@@ -1004,7 +835,7 @@ def test_an_object_that_pickles_as_a_name_is_its_own_shallow_copy(x):
 
 def test_a_shallow_copy_of_a_module_computes_with_what_it_has(x):
     clip = torchcache(frozen(Clip()))
-    twin = copy.copy(clip)  # before the first call, while its other methods are watched
+    twin = copy.copy(clip)
     twin.scale = 3.0
     assert torch.equal(twin(x)[0], clip.image(x).mul(3.0).sum(1)) and twin.encode_image.__self__ is twin
     assert torch.equal(clip(x)[0], clip.image(x).mul(2.0).sum(1))
@@ -1042,18 +873,11 @@ def test_compiled_around(make, x):
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("make", MAKERS.values())
-def test_replicas_have_methods_of_their_own(make, x, log):
+def test_replicas_have_methods_of_their_own(x):
     model = torchcache(clip(), methods=("encode_image",))
     replica = model._replicate_for_data_parallel()
     assert replica.encode_image.__self__ is replica
     assert torch.equal(replica.encode_image(x), model.encode_image(x)) and calls(model) == (0, 5)
-    watched = make()
-    replica = watched._replicate_for_data_parallel()
-    assert replica.encode.__self__ is replica
-    assert torch.equal(replica(x), watched.fc(x) * 2)
-    cache_of(watched).stats()
-    assert missed(log) == []
 
 
 @pytest.fixture

@@ -397,7 +397,7 @@ def test_one_mismatch_is_not_for_life(tmp_path):
     assert stats.bypasses == {} and stats.hits == 32  # without those of the batches that showed it
 
 
-def test_texts_of_one_length_and_then_of_many(tmp_path):
+def test_texts_of_one_length_and_then_of_many(tmp_path, log):
     def pooled(texts):
         longest = max(map(len, texts))
         return torch.tensor([[float(ord(c)) for c in text.ljust(longest)] for text in texts]).mean(1)
@@ -413,6 +413,7 @@ def test_texts_of_one_length_and_then_of_many(tmp_path):
                     some = texts[start : start + 8]
                     assert torch.equal(function(some), pooled(some))
             assert (bypasses(function) != {}) == (len(lengths) > 1)
+    assert "docs/recipes/padding.md" in warnings_in(log)[0]
 
 
 def test_rows_of_a_name_that_stands_for_the_module_are_replaced(clock):

@@ -575,3 +575,19 @@ def test_an_object_that_differs_in_each_run_is_named_once(tmp_path, log):
             os.utime(folder, (1, 1))  # as if earlier runs had left it
     assert "in nothing but default thing of function" in warnings_in(log)[0]
     assert "ignore='thing'" in warnings_in(log)[0]
+
+
+def test_clear_leaves_what_others_use_and_free_memory_what_is_on_disk(tmp_path, log):
+    first, second = (torchcache(Net(), persistent_cache_dir=tmp_path) for _ in range(2))
+    first(X), first.cache_instance.flush()
+    second(X)
+    first.cache_instance.free_memory()
+    assert (first.cache_instance.stats().memory_rows, first.cache_instance.stats().disk_rows) == (0, 6)
+    first.cache_instance.clear()
+    assert warnings_in(log) == [f"the rows in {tmp_path} stay there, as others use them"]
+    first(X)
+    assert first.cache_instance.stats().misses == 6
+    second.cache_instance.close()
+    first.cache_instance.clear()
+    first(X)
+    assert first.cache_instance.stats().misses == 12

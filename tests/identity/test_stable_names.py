@@ -94,6 +94,7 @@ def test_where_weights_came_from_is_left_out(installed):
 
     def make(place):
         model, model.config, tokens = space.PreTrainedModel(), space.PreTrainedConfig(), None
+        model.gradient_checkpointing = place == "b"
         model.name_or_path = model.config._name_or_path = place
         model.tokens = tokens = space.PreTrainedTokenizerBase()
         tokens.name_or_path, tokens.init_kwargs = place, {"name_or_path": place, "lower": place == "c"}

@@ -306,9 +306,9 @@ def test_a_form_is_noticed_in_every_mode(mode, fast, monkeypatch):
     watch.refresh()
     whole = weight.data
     with MODES[mode]():
-        assert watch.same_forms() and not watch.requires_grad and not watch.moved()
+        assert watch.same_forms() and watch.with_grad is None and not watch.moved()
         weight.requires_grad_()
-        assert watch.same_forms() and watch.requires_grad and watch.same()
+        assert watch.same_forms() and watch.with_grad == "weight" and watch.same()
         weight.requires_grad_(False)
         for view in (whole.t(), whole.view(2, 8), whole.view(torch.int32), whole[:2]):
             weight.data = view

@@ -1,6 +1,7 @@
 """The pages of `docs/recipes` print what they say, and what they claim holds, with the real libraries."""
 
 import contextlib
+import inspect
 import os
 import re
 import tempfile
@@ -33,6 +34,7 @@ WARNINGS = {
     ],
     "accelerate": [],
     "distillation": [],
+    "latents": [],
     "memory": [],
     "open_clip": [],
     "padding": [],
@@ -230,6 +232,47 @@ def claims_of_trainer(page):
     assert (stats.hits, stats.misses, stats.bypasses) == (0, 0, {"training": 4 * 64})
 
 
+def claims_of_latents(page):
+    import shutil
+
+    captions, files, vae = page.captions, page.files, page.vae
+
+    def costs(latents, texts):
+        assert page.run(epochs=1) == (latents, texts)
+
+    shutil.copy(files / "02.png", files / "new.png")
+    page.Image.new("RGB", (48, 16), "blue").save(files / "new.png")
+    captions[files / "new.png"] = "a new picture"
+    costs(1, 1)  # added
+    del captions[files / "02.png"], captions[files / "new.png"]
+    costs(0, 0)  # removed
+    for path in captions:
+        os.utime(path)
+    costs(0, 0)  # touched
+    shutil.move(files, page.folder / "moved")
+    page.captions = {page.folder / "moved" / path.name: text for path, text in captions.items()}
+    costs(0, 0)  # moved
+
+    # A comment in the script
+    source = inspect.getsource(page.encode_images).replace("\n", "\n    # of the autoencoder\n", 1)
+    (page.folder / "edited.py").write_text(source)
+    exec(compile(source, page.folder / "edited.py", "exec"), vars(page))
+    assert "# of the autoencoder" in inspect.getsource(page.encode_images)
+    costs(0, 0)
+    from diffusers.models.attention_processor import AttnProcessor
+
+    vae.enable_slicing(), vae.set_attn_processor(AttnProcessor()), vae.enable_gradient_checkpointing()
+    with torch.no_grad():
+        vae.decoder.conv_in.weight.add_(1)
+    costs(0, 0)
+    with torch.no_grad():
+        vae.encoder.conv_in.weight.add_(1)
+    costs(15, 0)
+    with torch.no_grad():
+        next(page.text_model.parameters()).add_(1)
+    costs(0, 15)
+
+
 def claims_of_prompts(page):
     from transformers import CLIPTextModelWithProjection
 
@@ -367,6 +410,7 @@ def claims_of_memory(page):
 CLAIMS = {
     "open_clip": claims_of_open_clip,
     "distillation": claims_of_distillation,
+    "latents": claims_of_latents,
     "memory": claims_of_memory,
     "padding": claims_of_padding,
     "prompts": claims_of_prompts,

@@ -239,9 +239,11 @@ def _prune(
 def _rm(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="The cache directory, or a URL.")],
     namespaces: Annotated[
-        list[str] | None, typer.Argument(metavar="NAMESPACE", help="Their first characters.")
+        list[str] | None,
+        typer.Argument(metavar="NAMESPACE", help="Their first characters, or a class or label."),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Delete all namespaces.")] = False,
+    unused: Annotated[bool, typer.Option("--unused", help="Leave what a running process uses.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Delete even what a running process uses.")] = False,
     form: _AsFormat = _Format.table,
@@ -257,6 +259,9 @@ def _rm(
         found = [report.namespace(cache, one) for one in chosen]
         is_far = is_url(directory)
         used = [one for one in found if one.in_use is not False and not is_far and not force]
+        if unused:
+            found = [one for one in found if one not in used]
+            chosen, used = [one for one in chosen if one.namespace in {each.id for each in found}], []
         for one in used:
             why = "is used by a running process" if one.in_use else "may be in use: there are no locks here"
             tell(f"torchcache2: {one.id} ({one.name}) {why}; --force deletes it")

@@ -106,6 +106,8 @@ class Namespace:
 
     id: str  # 32 hexadecimal digits
     name: str  # of the class or function; "?" if its ``fingerprint.json`` does not say
+    label: str | None  # the user's name for it
+    methods: list[str]  # that were cached; empty if unknown
     dataset: dict[str, Any] | None  # for a dataset: its description, and the share that is filled
     segments: int
     nbytes: int  # of all files
@@ -125,14 +127,15 @@ class Namespace:
 
     @property
     def title(self) -> str:
-        """The name for people; for a dataset, including its given name and length."""
+        """The name for people: class, methods and label; of a dataset, its given name and length."""
         said = {} if self.dataset is None else self.dataset
         name, length, share = f" {said['name']}" if said.get("name") else "", "", ""
         if said.get("filled") is not None:
             share = f", {math.floor(1e3 * said['filled']) / 10:g} % filled"
         if said.get("length") is not None:
             length = f" ({said['length']:,}{share})"
-        return self.name + name + length
+        methods = "" if self.methods in ([], ["forward"]) else f".{'/'.join(self.methods)}"
+        return " ".join(filter(None, (self.name + methods + name + length, self.label)))
 
     def to_json(self) -> dict[str, Any]:
         """The report for ``json.dumps``."""
@@ -172,6 +175,8 @@ def namespace(directory: CacheDirectory, contents: Contents) -> Namespace:
     facts = Namespace(
         contents.namespace,
         name(directory, contents.namespace),
+        _text(described.get("label")),
+        _texts(described.get("methods")),
         dataset,
         len(contents.segments),
         contents.nbytes,
@@ -205,20 +210,28 @@ def namespace(directory: CacheDirectory, contents: Contents) -> Namespace:
 
 def name(directory: CacheDirectory, namespace: str) -> str:
     """The name of the class or function that computed a namespace; "?" if unknown."""
-    stated = directory.fingerprint(namespace).get("class")
-    return printable(stated) if isinstance(stated, str) and stated else "?"
+    return _text(directory.fingerprint(namespace).get("class")) or "?"
+
+
+def _text(stated: Any) -> str | None:
+    """A text from a file; None for anything else."""
+    return printable(stated) if isinstance(stated, str) and stated else None
 
 
 def _dataset(stated: Any) -> dict[str, Any] | None:
     """The known fields of a dataset's description."""
     if not isinstance(stated, dict):
         return None
-    texts = {key: stated.get(key) for key in ("name", "version")}
     length = stated.get("length")
     return {
         "length": length if type(length) is int and 0 <= length < _ANY else None,
-        **{key: printable(text) if isinstance(text, str) else None for key, text in texts.items()},
+        **{key: _text(stated.get(key)) for key in ("name", "version")},
     }
+
+
+def _texts(stated: Any) -> list[str]:
+    """The texts of a list from a file."""
+    return [text for text in map(_text, stated) if text] if isinstance(stated, list) else []
 
 
 class Gone(NamedTuple):
@@ -230,19 +243,24 @@ class Gone(NamedTuple):
 
 
 def chosen(cache: CacheDirectory, names: Sequence[str] | None) -> list[Contents]:
-    """The namespaces that begin with these names, each once; None: all.
+    """The namespaces that begin with these names, or are of a class or label, each once; None: all.
 
     `OptionError` if no namespace begins with one of them, or several do.
     """
     contents, some = cache.scan(), dict[str, Contents]()
+    named = collections.defaultdict[str | None, list[Contents]](list)
+    for one in contents if names else ():
+        described = cache.fingerprint(one.namespace)
+        for text in {_text(described.get("class")), _text(described.get("label"))}:
+            named[text].append(one)
     for start in names or ():
-        found = [one for one in contents if start and one.namespace.startswith(start)]
+        found = named.get(start) or [one for one in contents if start and one.namespace.startswith(start)]
         if not found:
-            raise OptionError(f"there is no namespace {start!r} in {cache.path}")
-        if len(found) > 1:
+            raise OptionError(f"there is no namespace {start!r} in {cache.path}, nor a class or label")
+        if len(found) > 1 and start not in named:
             several = ", ".join(one.namespace for one in found)
             raise OptionError(f"{start!r} is the beginning of several namespaces: {several}")
-        some[found[0].namespace] = found[0]
+        some |= {one.namespace: one for one in found}
     return list(some.values()) if names else contents
 
 

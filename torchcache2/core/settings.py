@@ -91,6 +91,7 @@ _OPTIONS = {
     ),
     "version": _VERSION,
     "code_version": _VERSION,
+    "label": _Option("None or a text", lambda label: label is None or isinstance(label, str)),
     "compression": _one_of(Compression),
     "memory_cache_device": _Option(
         "None, or a device of this machine that holds data, such as 'cpu' or 'cuda:0'",
@@ -144,6 +145,8 @@ class CacheSettings:
     version : str or int, optional
         A part of the key: give another one when something changes that the key does not cover, such as a
         file that the forward reads.
+    label : str, optional
+        A name for people, which ``torchcache2 ls`` shows; no part of the key.
     code_version : str or int, optional
         Stands for source code and the versions of packages, which then do not count; weights, attributes,
         arguments, and values of globals and closures do. You must change it with code that changes outputs.
@@ -219,6 +222,7 @@ class CacheSettings:
     persistent_module_hash: str | None = None
     version: str | int | None = None
     code_version: str | int | None = None
+    label: str | None = None
     max_memory_cache_size: Size = 1_000_000_000
     max_persistent_cache_size: Size = 10_000_000_000
     compression: Compression = "brotli"

@@ -89,7 +89,8 @@ _BATCH = {  # advice about a dependence on the batch, by how it was found
     ),
     "shape": (
         "if the batch is not the first dimension, use batch_first=True; if items are padded to the longest "
-        "of their batch, pad them to a fixed length; if the forward compares items, decorate what runs before"
+        "of their batch, pad them to a fixed length (docs/recipes/padding.md); if the forward compares "
+        "items, decorate what runs before"
     ),
     "structure": (
         "return tensors or arrays whose first dimension is the batch, or a list with one entry per item, not "
@@ -115,11 +116,19 @@ _BATCH = {  # advice about a dependence on the batch, by how it was found
     ),
     "found": (
         "items depend on others in their batch, such as by padding to the longest: pad to a fixed length, or "
-        "mask the padding. Or the forward is not deterministic"
+        "mask the padding (docs/recipes/padding.md). Or the forward is not deterministic"
+    ),
+    "lengths": (
+        "entries of several lengths that are padded to the longest of their batch depend on it: pad to a "
+        "fixed length, or mask the padding (docs/recipes/padding.md); or return outputs without a length"
     ),
     "quantized": "quantize statically, or weights only",
     "stack": "pad outputs to a fixed shape, or decorate what runs before items are padded to the longest",
 }
+PADDING = (
+    "Items that are padded to the longest of their batch are other items in another batch: pad to a fixed "
+    "length or a multiple (docs/recipes/padding.md)"
+)
 EDITED = (
     "the module has changed in a way that PyTorch does not record, such as by .data or in shared memory: "
     "after such an edit, call .cache_instance.refresh()"
@@ -142,8 +151,8 @@ def batch_advice(cause: str) -> str:
     `cause` is how that was found. For a part of a batch, outputs have another ``"shape"`` or ``"structure"``,
     the forward ``"raises"``, or values differ, as little as by ``"rounding"``, or more (``"values"``). An
     item has two outputs alone (``"random"``), or in one batch (``"repeat"``). A ``"found"`` batch differs
-    from a computed one. The module is dynamically ``"quantized"``. Outputs have several shapes, so they do
-    not ``"stack"``. An empty text: unknown by now.
+    from a computed one. An argument has entries of several ``"lengths"``. The module is dynamically
+    ``"quantized"``. Outputs have several shapes, so they do not ``"stack"``. An empty text: unknown by now.
     """
     return _BATCH[cause]
 
@@ -226,9 +235,9 @@ def of_module(keeper: NamespaceKeeper, root: Any, *, is_without_grad: bool) -> l
         text = "parametrize.cached() keeps weights that may have changed"
         stops.append(BypassError.because("parametrize", text))
     has_graph = torch.is_grad_enabled() and (facts.names_grad or not is_without_grad)
-    if has_graph and keeper.requires_grad():
+    if has_graph and (path := keeper.path_with_grad(root)) is not None:
         keeper.distrust_tensors()
-        stops.append(BypassError.because("grad", "grad mode is on and a parameter requires grad"))
+        stops.append(BypassError.because("grad", f"grad mode is on and {path} requires grad"))
     if facts.has_lazy:
         stops.append(BypassError.because("lazy", "a parameter is uninitialised"))
     if facts.is_uncounted:

@@ -94,6 +94,10 @@ class Known:
             namespace, call.context, call.leaves, entries, subsample_count=count, groups=self._groups
         )
 
+    def lengths(self) -> int:
+        """How many shapes items have had."""
+        return len({tuple([one[2] for one in group[2:] if type(one) is tuple]) for group in self._groups})
+
     def context(self, namespace: bytes, call: BoundCall) -> bytes:
         """A digest of the namespace and of the arguments that are not batched."""
         return digest([namespace, call.context])

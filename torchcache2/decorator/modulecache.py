@@ -20,7 +20,6 @@ import torch
 
 from torchcache2.core.errors import NotCachedError, OptionError
 from torchcache2.core.logs import logger
-from torchcache2.core.process import AtExit
 from torchcache2.core.settings import CacheSettings, disabled_by_environment, strict_by_environment
 from torchcache2.core.sizes import is_out_of_memory
 from torchcache2.decorator import bypass
@@ -45,7 +44,8 @@ from torchcache2.identity.namespace import History, NamespaceKeeper
 
 Plain = Callable[..., Any]
 _CPU = torch.device("cpu")
-_MANY = 1000  # misses before a hint says why no item was found
+_MANY = 1000  # items before a hint says why none was found
+_LENGTHS = 4  # shapes of items that may come from padding
 
 
 class Owner:
@@ -109,8 +109,6 @@ class ModuleCache:
         self.engine.face, self.engine.must_stack = weakref.ref(self), settings.probe
         self._owner: Owner = owner or (beside._owner if beside is not None else Owner(history))
         self.kept: list[ModuleCache] = []  # other methods' caches without other references
-        self.on_first_call: Callable[[Any], None] | None = None  # called with the object
-        self._tell_missed: AtExit | None = None  # warns that only another method was called
         self._made = now()
         self.method = "forward"
         self._sealed: tuple[bytes, torch.device] | None = None  # the namespace, and where outputs were made
@@ -123,7 +121,7 @@ class ModuleCache:
         self._probes = probes if probes is not None else Probes()
         self._walks = 1
         self._is_without_grad = False
-        self._has_hinted = False
+        self._hint_at: float = _MANY  # how many items, until the next look
 
     def bind(self, root: Any, plain: Plain, method: str = "forward", others: Sequence[Plain] = ()) -> None:
         """Set the target: `plain` is the function, or the bound method of an object, without the cache.
@@ -189,7 +187,6 @@ class ModuleCache:
 
     def stats(self, method: str | None = None) -> CacheStats:
         """Statistics of all methods of this object so far, or of one."""
-        self._tell()
         chosen = [self.of(method)] if method is not None else self.methods.values()
         return functools.reduce(_added, [one.engine.stats() for one in chosen])
 
@@ -228,7 +225,6 @@ class ModuleCache:
         If the namespace is unchanged, the arguments of the last two calls are compared. At the end comes what
         `ignore` leaves out.
         """
-        self._tell()
         asked = self.of(method) if method is not None else self.methods.get(self._owner.last, self)
         return asked._explained()
 
@@ -246,14 +242,16 @@ class ModuleCache:
         names = self._known.signature.ignored - {*self.keeper.ignored}
         paths = [*self.keeper.ignored, *[f"argument {name}" for name in sorted(names)]]
         ignored = at_most([f"left out by ignore: {path}" for path in paths])
-        return "\n".join([text, *ignored])
+        # A user who calls another method than the one that is cached asks here.
+        unused = [] if self._owner.last else [f"{self.method} was not called: methods=(…) names what is"]
+        return "\n".join([text, *ignored, *unused])
 
     warmup, estimate = warm_up, estimate  # methods; documented in `warmup.py`
 
     def description(self, namespace: bytes) -> dict[str, Any]:
         """A description of the namespace as JSON, for people and `explain`."""
         document = self.engine.document()
-        document["class"] = self._class()
+        document |= {"class": self._class(), "label": self.settings.label, "methods": sorted(self.methods)}
         fingerprint = self.fingerprint  # read once: another thread may change it
         if fingerprint.namespace == namespace:
             document["parts"] = {name: data.hex() for name, data in fingerprint.parts.items()}
@@ -264,8 +262,6 @@ class ModuleCache:
         """The output of ``forward(*args, **kwargs)``."""
         # If the forward calls its own module, only the outermost call is cached.
         self._owner.last = self.method
-        if self.on_first_call is not None:
-            self._begin(self.on_first_call)
         is_passed = self._known.runner.is_inside or not self.settings.enabled
         if is_passed or is_traced() or disabled_by_environment():
             return forward(*args, **kwargs)
@@ -276,7 +272,7 @@ class ModuleCache:
         except torch.cuda.OutOfMemoryError as error:
             self.engine.relieve(error)
             raise
-        if not self._has_hinted:
+        if self.engine.counters.hits + self.engine.counters.misses >= self._hint_at:
             self._hint()
         return given_back(output, args, kwargs)
 
@@ -331,43 +327,22 @@ class ModuleCache:
         output = output_of(rows, device=device)
         return given_back(output[0] if call.is_one else output, args, kwargs)
 
-    def _begin(self, on_first_call: Callable[[Any], None]) -> None:
-        self.on_first_call = None
-        on_first_call(self.root)
-        if self._tell_missed is not None:
-            self._tell_missed.cancel()
-            self._tell_missed = None
-
-    def miss_forward(self, other: str) -> None:
-        """Record that another method was called instead of forward; with ``strict``, raise an error."""
-        if self.on_first_call is None or not self.settings.enabled or disabled_by_environment():
-            return
-        text = (
-            f"{self.name}: nothing was cached: only calls of forward are, and only {other} is "
-            f"called; torchcache(model, methods=({other!r},)) caches that"
-        )
-        if self._is_strict():
-            raise NotCachedError(text)
-        if self._tell_missed is None:
-            self._tell_missed = AtExit(functools.partial(self.engine.tell, "missed", "%s", text), 0)
-
-    def _tell(self) -> None:
-        for cache in self.methods.values():
-            if cache._tell_missed is not None:
-                cache._tell_missed.call()
-
     def _hint(self) -> None:
-        """After many misses without a hit, say once why."""
-        counters = self.engine.counters
-        if counters.hits == 0 and counters.misses < _MANY:
-            return
-        self._has_hinted = True
-        if counters.hits == 0:
+        """After 1,000 items, say once why none was found; later, whether padding may be why few were."""
+        found, items = self.engine.counters.hits, self.engine.counters.hits + self.engine.counters.misses
+        is_first, self._hint_at = self._hint_at == _MANY, 2 * items
+        if found == 0 and is_first:
             why = self.explain()
             # In the first epoch, all items are new.
             log = logger.info if why.startswith(("namespace ", NOTHING_DIFFERS)) else logger.warning
             text = "%s: none of the first %s items was found; explain() says: %s"
-            self.engine.tell("hint", text, self.name, f"{counters.misses:,}", why, log=log)
+            self.engine.tell("hint", text, self.name, f"{items:,}", why, log=log)
+        elif items // 100 < found < items // 2 and self._known.lengths() >= _LENGTHS:
+            saved = self.engine.counters.stats().seconds_saved or 0.0
+            if saved < 0.0:
+                text = "%s: only %s of %s items were found, and caching took %.1f s more than that saved. %s"
+                shares = f"{found:,}", f"{items:,}", -saved
+                self.engine.tell("padding", text, self.name, *shares, bypass.PADDING)
 
     def _call(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         start, root, runner = time.perf_counter(), self.living_root(), self._known.runner
@@ -528,11 +503,20 @@ class ModuleCache:
             cache.engine.flush()
 
     def clear(self) -> None:
-        """Forget every row of this object, on disk too."""
+        """Forget every row of this object: in memory, on servers, and on disk unless others use them there.
+
+        What others use in a folder is found again. `free_memory` leaves all that is outside of memory.
+        """
         for cache in self.methods.values():
-            cache._drop(cache.namespace)
+            cache.engine.clear()
             cache._probes.forget()
             cache._backoff = Backoff(4, 16)
+
+    def free_memory(self) -> None:
+        """Free the rows in memory, also those that ranks share; later calls find them on disk, or compute."""
+        self.flush()
+        for cache in self.methods.values():
+            cache.engine.tiers.forget(cache.namespace)
 
     def close(self) -> None:
         """Stop caching and free the rows in memory; later calls compute everything.
@@ -602,7 +586,6 @@ class ModuleCache:
         twin.keeper.name, twin.engine.name = self.keeper.name, self.engine.name
         twin._owner.root = weakref.ref(copy)
         twin._owner.add(twin.method, twin)
-        twin.on_first_call = self.on_first_call
         twin.kept = deepcopy(self.kept, memo)
         return twin
 

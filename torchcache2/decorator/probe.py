@@ -372,6 +372,8 @@ class Probe:
                 break
         if found is not None and found.cause in ("values", "repeat") and self._is_random():
             return Difference("an item that is computed twice by itself has two outputs", "random")
+        if found is not None and found.cause in ("values", "shape", "rounding") and _spread(self._call) == 2:
+            return found._replace(cause="lengths")
         return found
 
     def _is_random(self) -> bool:

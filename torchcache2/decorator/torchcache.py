@@ -78,6 +78,7 @@ def torchcache(
     persistent_module_hash: str | None = None,
     version: str | int | None = None,
     code_version: str | int | None = None,
+    label: str | None = None,
     max_memory_cache_size: Size = 1_000_000_000,
     max_persistent_cache_size: Size = 10_000_000_000,
     compression: Compression = "brotli",
@@ -121,10 +122,10 @@ def torchcache(target: Any = None, /, **options: Any) -> Any:
         ``methods``: the names of the methods to cache, exactly these; by default that is ``forward``. And the
         fields of `CacheSettings`:
         `enabled`, `subsample_count`, `persistent`, `persistent_cache_dir`, `persistent_module_hash`,
-        `version`, `code_version`, `max_memory_cache_size`, `max_persistent_cache_size`, `compression`,
-        `compression_quality`, `memory_cache_device`, `cache_dtype`, `policy`, `shared_args`, `item_args`,
-        `ignore`, `probe`, `strict`, `miss_batch`, `verify`, `distributed`, `claims`, `local_dir`,
-        `storage_options`, `remote_size`.
+        `version`, `code_version`, `label`, `max_memory_cache_size`, `max_persistent_cache_size`,
+        `compression`, `compression_quality`, `memory_cache_device`, `cache_dtype`, `policy`, `shared_args`,
+        `item_args`, `ignore`, `probe`, `strict`, `miss_batch`, `verify`, `distributed`, `claims`,
+        `local_dir`, `storage_options`, `remote_size`.
 
     Returns
     -------

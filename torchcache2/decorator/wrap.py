@@ -15,18 +15,14 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextvars import ContextVar
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from torchcache2.core.errors import DecorationError, attribute
+from torchcache2.core.errors import DecorationError
 from torchcache2.core.private import REPLICA_MARK, REPLICATE
 from torchcache2.core.process import ProcessLock
 from torchcache2.core.settings import CacheSettings
-from torchcache2.core.values import leaves_of
 from torchcache2.decorator.lazymodule import LazyModule
 from torchcache2.decorator.modulecache import ModuleCache
 from torchcache2.decorator.probe import Probes
@@ -48,7 +44,6 @@ _ASKS = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasy
 DEFERRED = "calling it returns a coroutine or generator, not an output. Decorate what computes the output"
 
 _PREFIX = "torchcache_"
-_WATCHED: ContextVar[frozenset[int]] = ContextVar("torchcache2_watched", default=frozenset())
 
 
 class Binding:
@@ -188,17 +183,11 @@ def decorate_class(cls: Any, binding: Binding) -> Any:
 
 
 def _patch_methods(cls: Any) -> None:
-    methods = getattr(cls, BINDING).methods
-    wraps: dict[str, Any] = {}
-    if issubclass(cls, nn.Module) and "forward" in methods:
-        wraps |= dict.fromkeys(_methods_with_arguments(cls), _watched_method)
-    wraps |= {name: functools.partial(decorate_function, binding=None) for name in methods}
-    for name, wrap in wraps.items():
+    for name in getattr(cls, BINDING).methods:
         method = getattr(cls, name, None)
         if method is None or is_cached_function(method):
             continue  # already wrapped, here or in a base class
-        wrapper = wrap(method, method=name)
-        setattr(wrapper, ORIGINAL_ATTRIBUTE, method)
+        wrapper = decorate_function(method, None, name)
         if name not in cls.__dict__:
             setattr(wrapper, ADDED_ATTRIBUTE, _AddedTo(cls))
         setattr(cls, name, wrapper)
@@ -330,8 +319,6 @@ def _make(obj: Any, name: str | None) -> ModuleCache:
             if first is None or method not in first.methods:
                 others = [plains[one] for one in plains if bindings[one] is binding and one != method]
                 cache = binding.cache(obj, plains[method], method, others, first)
-                if isinstance(obj, nn.Module) and method == "forward":
-                    cache.on_first_call = _unwatch
                 if first is None:
                     first = obj.__dict__["cache_instance"] = cache
                 else:
@@ -415,106 +402,11 @@ class CachedMethod:
         return type(self)(obj, self.__name__, own, cache, self._held is not None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        flags = self._held is not None, isinstance(self, _WatchedMethod)
-        return _load_instance, (self._object(), self.__name__, self.own, self.cache, *flags)
+        parts = self._object(), self.__name__, self.own, self.cache, self._held is not None
+        return _load_instance, parts
 
 
 setattr(CachedMethod, ADDED_ATTRIBUTE, METHOD)
-
-
-class _WatchedMethod(CachedMethod):
-    """An uncached method of a module with a cached forward, until that is called.
-
-    It detects programs that only call this method, and so have decorated the wrong one. It holds the module,
-    like a bound method, but exists only until the first call of forward.
-    """
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the method returns."""
-        obj: Any = self._held  # Dynamo of torch 2.4 does not follow a weak reference
-        function = getattr(type(obj), self.__name__)
-        if torch.compiler.is_compiling():
-            return function(obj, *args, **kwargs)
-        return _run_watched(obj, self.__name__, types.MethodType(function, obj), args, kwargs)
-
-
-def _watched_method(function: Callable[..., Any], method: str) -> Callable[..., Any]:
-    """Like `_WatchedMethod`, for all modules of a class."""
-
-    @with_own_code
-    @functools.wraps(function)
-    def watched_method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return function(self, *args, **kwargs)
-        return _run_watched(self, method, _original_method(self, method, watched_method), args, kwargs)
-
-    return watched_method
-
-
-def _run_watched(
-    obj: Any, name: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    cache, watched = getattr(obj, "__dict__", {}).get("cache_instance"), _WATCHED.get()
-    is_seen = cache is not None and cache.on_first_call is None
-    if is_seen or is_traced() or attribute(obj, REPLICA_MARK) is not None:
-        return method(*args, **kwargs)
-    token = _WATCHED.set(watched | {id(obj)})
-    try:
-        output = method(*args, **kwargs)
-    finally:
-        _WATCHED.reset(token)
-    is_cached = cache is not None or bindings_of(type(obj))
-    if is_cached and id(obj) not in watched and _has_items(args, kwargs, output) and not _is_being_made(obj):
-        cache_of_object(obj).miss_forward(name)
-    return output
-
-
-def _is_being_made(obj: Any) -> bool:
-    """Whether a constructor of the object is running, whose calls are not mistakes."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name == "__init__" and frame.f_locals.get(code.co_varnames[0]) is obj:
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _has_items(args: Any, kwargs: Any, output: Any) -> bool:
-    """Whether a call seems to compute an output for each item, rather than to set or save something."""
-    given, arrays = leaves_of((args, kwargs)), (Tensor, np.ndarray)
-    if any(isinstance(leaf, arrays) for leaf in given):
-        return output is not None and not isinstance(output, nn.Module)
-    return any(isinstance(leaf, str) for leaf in given) and any(
-        isinstance(leaf, arrays) for leaf in leaves_of(output)
-    )
-
-
-def _watch(module: nn.Module, cache: ModuleCache) -> None:
-    """Watch whether other methods are called, but never forward."""
-    for name in _methods_with_arguments(type(module)):
-        if name not in module.__dict__:
-            module.__dict__[name] = _WatchedMethod(module, name, None, cache, holds=True)
-    cache.on_first_call = _unwatch
-
-
-def _methods_with_arguments(kind: type) -> Iterator[str]:
-    """The public methods of a module class that users may expect to be cached."""
-    for name in dir(kind):
-        raw = inspect.getattr_static(kind, name)
-        is_public = not (name.startswith("_") or hasattr(nn.Module, name))
-        if is_public and isinstance(raw, types.FunctionType) and not is_cached_function(raw):
-            takes_more = len(inspect.signature(raw).parameters) > 1
-            if takes_more and not str(raw.__module__).startswith("torch."):
-                yield name
-
-
-def _unwatch(module: nn.Module) -> None:
-    for name, value in list(module.__dict__.items()):
-        if type(value) is _WatchedMethod:
-            del module.__dict__[name]
-            if name != value.__name__:  # also stored under another name
-                module.__dict__[name] = _original_method(module, value.__name__)
 
 
 def _evaluates(method: Callable[..., Any], name: str) -> bool:
@@ -529,11 +421,8 @@ def _evaluates(method: Callable[..., Any], name: str) -> bool:
 
 
 def _load_instance(
-    obj: Any, name: str, own: Callable[..., Any] | None, cache: ModuleCache, holds: bool, is_watched: bool
+    obj: Any, name: str, own: Callable[..., Any] | None, cache: ModuleCache, holds: bool
 ) -> CachedMethod:
-    if is_watched:
-        cache.on_first_call = _unwatch
-        return _WatchedMethod(obj, name, own, cache, holds)
     cache.bind(obj, own or _original_method(obj, name), name)
     return CachedMethod(obj, name, own, cache, holds)
 
@@ -544,7 +433,7 @@ _load_instance.__module__ = "torchcache2"  # the path that pickles name, whereve
 def methods_of(obj: Any) -> dict[str, CachedMethod]:
     """The cached methods of an object."""
     fields = getattr(obj, "__dict__", {})
-    return {name: value for name, value in fields.items() if type(value) is CachedMethod}
+    return {name: value for name, value in fields.items() if isinstance(value, CachedMethod)}
 
 
 def decorate_object(obj: Any, binding: Binding, *, exactly: bool) -> None:
@@ -572,8 +461,6 @@ def decorate_object(obj: Any, binding: Binding, *, exactly: bool) -> None:
         obj.__dict__[name] = CachedMethod(obj, name, owns[name], cache)
     _refer(obj)
     _patch_copy(type(obj))
-    if isinstance(obj, nn.Module) and "forward" in caches:
-        _watch(obj, caches["forward"])
 
 
 def _check_slots(obj: Any) -> None:
@@ -625,8 +512,6 @@ def is_deferred(function: Any) -> bool:
 
 def restore_object(obj: Any, names: Collection[str]) -> None:
     """Restore some methods of an object."""
-    if "forward" in names:
-        _unwatch(obj)
     for name in names:
         method = obj.__dict__.pop(name)
         method.cache.leave()

@@ -404,8 +404,8 @@ class Cache:
         self.tiers.flush()
 
     def clear(self) -> None:
-        """Forget every row of this cache's namespace, on disk too."""
-        self.drop(self.namespace)
+        """Forget every row of this cache's namespace, on disk too, unless others use them there."""
+        self.tiers.drop_ours(self.namespace)
 
     def close(self, *, forgets: bool = True) -> None:
         """Stop caching and free the rows in memory; later calls compute everything.

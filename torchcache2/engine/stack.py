@@ -202,12 +202,19 @@ class TierStack:
         """Forget the rows in the memory of a device, or of all but the host; returns their bytes there."""
         return sum(tier.give_back(device) for tier in self._tiers)
 
+    def drop_ours(self, namespace: bytes) -> None:
+        """Delete the rows of a namespace, but those on disk that others use."""
+        self._each(namespace, Tier.clear.__name__)
+
     def drop(self, namespace: bytes) -> None:
         """Delete the rows of a namespace everywhere."""
+        self._each(namespace, Tier.drop.__name__)
+
+    def _each(self, namespace: bytes, forgets: str) -> None:
         # The slowest tier first: rows that `get` read from it before are then either in a faster tier, which
         # comes next, or are no longer offered.
         for tier in reversed(self.tiers):
-            tier.drop(namespace)
+            getattr(tier, forgets)(namespace)
             if len(self._drops) >= _MOST_DROPS:
                 self._drops_forgotten = object()  # first, as `_last_drop` reads it last
                 self._drops = {}

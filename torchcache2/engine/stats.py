@@ -40,7 +40,7 @@ class CacheStats:
         Bytes that the memory tier has allocated.
     disk_rows : int
         Rows on disk, in the bucket below, or waiting to be written, in the namespaces used so far by caches
-        that share the budget.
+        that share the budget; without those that wait because the disk is full or fails.
     disk_bytes : int
         Bytes of the whole cache directory; 0 before the first rows are sealed there.
     disk_evictions : int

@@ -58,6 +58,7 @@ _LONGEST_SUFFIX = 13  # characters, with its dot
 _LONGEST_PATH = 4096
 _MOST_FILES = 1000  # in a folder among the arguments
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
+_ONE = (str, bytes, os.PathLike)  # an argument that may be an item by itself
 _UNCHANGING = (Tensor, torch.nn.Parameter, *_PLAIN)
 _MISSING = object()
 
@@ -371,7 +372,7 @@ class ArgumentEncoder(ValueEncoder):
         if has_entries and not _is_plain_sequence(value):
             raise InputError(
                 f"argument {path} is a {type(value).__qualname__}: item_args expects a list, tuple, array or "
-                "column with one entry per item"
+                "column with one entry per item. Pass a list of one to have one item"
             )
         self._is_shared = is_shared or has_entries
         try:
@@ -741,7 +742,7 @@ class Signature:
         """Like `bind`, for a call without a batch that is one item; None if it has no text, bytes or path."""
 
         def single(name: str, value: Any) -> Any:
-            is_one = isinstance(value, (str, bytes, os.PathLike)) and name not in self._shared
+            is_one = isinstance(value, _ONE) and name not in self._shared
             return Single([value]) if is_one else value
 
         one = tuple(map(single, self._positional, args))
@@ -819,8 +820,8 @@ class Signature:
             return 1
 
     def _encode(self, encoder: ArgumentEncoder, name: str, value: Any, path: str) -> bytes:
-        # Beside a batch, a single text has no entries: all items share it.
-        is_listed = name in self._item_args and not isinstance(value, (Tensor, str, type(None)))
+        # Beside a batch, a single text has no entries: all items share it. Without one, it is the item.
+        is_listed = name in self._item_args and not isinstance(value, (Tensor, *_ONE, type(None)))
         has_entries = is_listed or type(value) is Single
         return encoder.argument(value, path, is_shared=name in self._shared, has_entries=has_entries)
 

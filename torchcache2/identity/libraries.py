@@ -103,12 +103,16 @@ _COUNTED = {
     ("numba", "DUFunc"): ("__wrapped__", "targetoptions"),
     ("scipy", "cKDTree"): ("data", "indices", "leafsize", "boxsize"),
 }
+# Whether the backward pass computes parts of a model again, and by which function: outputs are the same.
+_CHECKPOINTING = ("gradient_checkpointing", "_gradient_checkpointing_func")
 _CLASSES = frozenset(name for _, name in [*_LEFT_OUT, *_COUNTED])
 
 
 def left_out(kind: type) -> list[str]:
     """The attributes and keys that are left out of instances of a class."""
-    return _listed(_LEFT_OUT, kind)
+    package = defining_module(kind).partition(".")[0]
+    is_theirs = package in ("diffusers", "transformers") and origin(kind) == "installed"
+    return [*_listed(_LEFT_OUT, kind), *(_CHECKPOINTING if is_theirs else ())]
 
 
 def counts_by(kind: type) -> list[str]:

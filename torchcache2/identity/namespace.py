@@ -104,6 +104,7 @@ class NamespaceKeeper:
         self._tokens: dict[int, tuple[object, bytes]] = {}
         self._texts = CompiledTexts()
         self._told = ToldOnce()
+        self._with_grad: dict[str, str] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -128,9 +129,15 @@ class NamespaceKeeper:
             self._notice_structure(root)
             return self._facts
 
-    def requires_grad(self) -> bool:
-        """Whether a tensor of the module requires grad; call `facts` first."""
-        return self._tensors.requires_grad
+    def path_with_grad(self, root: Any) -> str | None:
+        """The path of a tensor of the module that requires grad; None if none does; call `facts` first."""
+        path = self._tensors.with_grad
+        if path is not None and path not in self._with_grad:  # remembered: a loop asks at each call
+            of = f" {path.partition('.')[0]} of "
+            kinds = [part for part in self._parts if of in part and part.startswith(("global", "closure"))]
+            name = f"{kinds[0].partition(' ')[0]} {path}" if kinds else of_root(_owner(root), path)
+            self._with_grad = {path: name}
+        return None if path is None else self._with_grad[path]
 
     def look(self, root: Any) -> Seen:
         """The current namespace; for a sharded module, the last one before."""
@@ -147,7 +154,7 @@ class NamespaceKeeper:
                 before = self.fingerprint.namespace
                 self._read()
                 is_new = before not in (_NONE, self.fingerprint.namespace)
-                self._has_old_casts |= is_new and self.requires_grad()
+                self._has_old_casts |= is_new and self._tensors.with_grad is not None
             self._has_old_casts = self._has_old_casts and autocast_keeps_weights(_DEVICES)
             tensors = self._tensors
             namespace, generation = self.fingerprint.namespace, tensors.generation

@@ -116,7 +116,7 @@ class TensorWatch:
         self.generation = 0  # how often `refresh` has been called
         # Whether the last `refresh` found an edit that an earlier call may have missed.
         self.is_late = False
-        self.requires_grad = False  # whether any tensor does, as of the last `same_forms`
+        self.with_grad: str | None = None  # the first path that requires grad, as of the last `same_forms`
         self._runtime = runtime
         self._named = {name: tensor for name, tensor in tensors.items() if not is_lazy(tensor)}
         self.tensors = list({id(tensor): tensor for tensor in self._named.values()}.values())
@@ -158,7 +158,7 @@ class TensorWatch:
         if self._has_forms is not None and self._has_forms(*self.tensors):
             return True
         forms = [(*_form(tensor), tensor.stride()) for tensor in self.tensors]
-        self.requires_grad = any(tensor.requires_grad for tensor in self.tensors)
+        self.with_grad = next((path for path, one in self._named.items() if one.requires_grad), None)
         self._has_forms = form_check(self.tensors) if self._are_plain else None
         before, self._forms = self._forms, forms
         if forms != before:
@@ -313,7 +313,7 @@ class TensorWatch:
 
         def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
             this = watch()
-            if this is not None and (this.requires_grad or any(map(mine.__contains__, _stepped(optimizer)))):
+            if this is not None and (this.with_grad or any(map(mine.__contains__, _stepped(optimizer)))):
                 this.forget()
 
         weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)

@@ -213,6 +213,10 @@ class Tier(abc.ABC):
     def drop(self, namespace: bytes) -> None:
         """Forget every row of a namespace."""
 
+    def clear(self, namespace: bytes) -> None:
+        """Like `drop`, but leaves a folder's rows that others use."""
+        self.drop(namespace)
+
     def let_go(self, namespace: bytes) -> None:
         """Forget a namespace that this process no longer uses, unless its rows are lasting."""
         if not self.is_lasting:

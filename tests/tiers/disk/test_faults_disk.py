@@ -263,6 +263,7 @@ def test_what_a_disk_that_is_full_for_a_while_refuses_is_written_at_close(path, 
         tier.flush()
     waiting = found(tier, [("lost", number) for number in range(10)], WIDTH)
     assert 1 <= tier.stats().faults < 60
+    assert tier.stats().rows == len(OLD)  # what is not on disk is not counted
     if passes:
         fs.mend()
     tier.close()

@@ -24,7 +24,7 @@ from torchcache2.core.settings import Policy
 from torchcache2.files import codec as codecs
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.filesystem import FileSystem
-from torchcache2.files.removal import remove_leftovers, used_bytes
+from torchcache2.files.removal import claimed, remove_leftovers, used_bytes
 from torchcache2.tiers.base import Found, Signals, Tier, TierStats
 from torchcache2.tiers.bucket.source import BucketSource
 from torchcache2.tiers.disk.health import Health
@@ -204,6 +204,20 @@ class DiskTier(Tier):
         if self.bucket is not None:
             self.bucket.drop(namespace)
 
+    def clear(self, namespace: bytes) -> None:
+        """Like `drop`, but if another process, or another tier, uses the namespace, its segments stay."""
+        with self._lock():
+            self._index.begin()
+            self._index.start_anew(namespace)  # which no longer holds it
+        try:
+            with claimed(self.directory, namespace.hex()) as is_unused:
+                if is_unused is not False:
+                    self.drop(namespace)
+                    return
+        except OSError as error:
+            self._health.fault(error, self.path)
+        self._health.tell("used", "the rows in %s stay there, as others use them", self.path)
+
     def watch(self) -> None:
         """Have the writer of this process pull rows from `above` from now on."""
         with self._lock():
@@ -261,6 +275,9 @@ class DiskTier(Tier):
         with self._lock():
             self._index.begin()
             rows = sum(map(len, self._index.namespaces.values()))
+            for pending in [] if self._index.writer is None else self._index.writer.all():
+                if self._health.left_for(self.directory.folder(pending.namespace)) > 0:
+                    rows -= len(pending)  # it could not be written
         try:
             size = used_bytes(self.directory.scan()) if self._health.reads else 0
         except OSError as error:
