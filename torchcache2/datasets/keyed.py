@@ -19,7 +19,7 @@ from torchcache2.datasets.cached import CachedDataset
 from torchcache2.datasets.identity import Index, as_index, keys_of
 from torchcache2.datasets.options import CAPACITY, check, check_others
 from torchcache2.datasets.recipe import Keeper, Recipe
-from torchcache2.datasets.source import copied
+from torchcache2.datasets.source import owned
 from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
 
 _OF_LOADER = "the key of a CacheLoader is one int, str or bytes, or a tuple of them; get_many takes a list"
@@ -204,7 +204,7 @@ class CacheLoader(Keeper):
         store.tally.add(memory_hits=len(wanted) - len(distinct))
         found, seen = [], set[Index]()
         for key in wanted:  # a repeated key's values have memory of their own
-            found.append((copied(values[key]) or [load(key)])[0] if key in seen else values[key])
+            found.append(owned(values[key]) if key in seen else values[key])
             seen.add(key)
         return found
 
