@@ -32,8 +32,10 @@ from torchcache2.datasets.store import Store
 from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.values.samples import Samples
 from torchcache2.engine.warmup import Estimate, Looks, Progress, WarmupStats, row_sizes
+from torchcache2.files.codec import codec
 from torchcache2.files.layout import HEAD
-from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
+from torchcache2.files.removal import keep_rows
+from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE, __version__
 
 _HINTS = {
     "advice": "Samples that do not fit are loaded in each epoch: raise the budgets of memory or disk",
@@ -623,6 +625,48 @@ class CachedDataset(Keeper, Dataset[Any]):
         self.flush()
         self._recipe.map = None
         store.end_map()
+
+    def keep_only(self) -> int:
+        """Delete the rows of samples that are no longer in the dataset; returns how many these are.
+
+        For a dataset with `keys` and a folder on this machine. Files that also have other rows are written
+        anew before they are deleted. Rows that `map` has made under another mode of torch, such as autocast,
+        go, too.
+
+        Raises
+        ------
+        OptionError
+            Without `keys`, or if there is no such folder: servers and buckets may have other users.
+        NotCachedError
+            If another process, such as a worker, or another `CachedDataset` uses these rows. Nothing is
+            deleted then.
+        """
+        store, recipe = self._filled_store(), self._recipe
+        recipe.check_clear()
+        levels, settings = store.levels, store.levels.settings
+        if (
+            levels.fills_up
+            or levels.directory is None
+            or settings.bucket is not None
+            or not levels.by.are_given
+        ):
+            raise OptionError(
+                "keep_only() deletes rows by keys= from a folder on this machine, and there are no keys, or "
+                "no cache_dir, or it is in a bucket. Servers forget what is not used with policy='lru'"
+            )
+        directory, keys = levels.directory, levels.keys(np.arange(len(self) * recipe.views))
+        self._store = None
+        store.close()  # also releases memory, and our own mark that the rows are in use
+        try:
+            made = codec(settings.compression, settings.compression_quality)
+            count = keep_rows(directory, keys, made, __version__)
+        finally:
+            self._store = recipe.store(self._source)
+        if count is None:
+            raise NotCachedError(
+                f"{store.name}: another process or object uses these rows, so none is deleted"
+            )
+        return count
 
     def explain(self) -> str:
         """Why samples were loaded again: the differences from the dataset of earlier runs.

@@ -439,7 +439,7 @@ class ServedRecipe(Recipe):
                 kept = chosen_remotely(opening, *called, ServedStore.patience)
                 kept.check_keys(options["keys"])
                 stack.pop_all()
-        sample_keys = SampleKeys(options["keys"], kept.length)
+        sample_keys = SampleKeys(options["keys"], kept.length).of_views(kept.views)
         kept = dataclasses.replace(kept, length=sample_keys.length)
         fingerprint = from_document(kept.namespace, kept.document)
         return cls(
@@ -483,7 +483,7 @@ class ServedRecipe(Recipe):
         """Raise `NotCachedError`, as these samples could not be loaded again."""
         place, namespace = self.place, self.identity.namespace.hex()
         raise NotCachedError(
-            f"clear() would delete the samples of {self.title} in {place}, which nothing here could load "
+            f"this would delete the samples of {self.title} in {place}, which nothing here could load "
             f"again, so nothing was deleted. To delete them anyway, run `torchcache2 rm {place} "
             f"{namespace}`"
         )

@@ -100,12 +100,11 @@ class Source:
                 self._unchecked = 0
         state = RandomState(self._generators) if is_checked else None
         start = time.perf_counter_ns()
-        if len(indices) == 1:
-            samples = [(one or self._one)(indices[0])]
-        elif one is None and self._has_batches:
+        load, is_many = one or self._one, len(indices) > 1
+        if is_many and one is None and self._has_batches:
             samples = self._many(indices)
         else:  # the source may fill one buffer again and again
-            samples = [owned((one or self._one)(index)) for index in indices]
+            samples = [owned(load(index)) if is_many else load(index) for index in indices]
         self.nanoseconds += time.perf_counter_ns() - start
         return samples, state is None or not state.moved()
 
