@@ -151,7 +151,8 @@ class CachedDataset(Keeper, Dataset[Any]):
         ``map(batch)`` makes of a collated batch of samples what is kept in their place, such as features: any
         structure of tensors with an entry for each sample. It is part of the key with all that it refers to:
         code, models, weights. Only the process that makes the dataset calls it, without gradients; see
-        `loader`.
+        `loader`. If it has a parameter ``generators``, that is a list with a `torch.Generator` for each
+        sample, seeded by `seed` and the sample's key, to draw what it needs for that sample.
     collate_fn : callable, optional
         Makes a batch for `map` of a list of samples. None: `torch.utils.data.default_collate`.
     views : int
@@ -159,7 +160,7 @@ class CachedDataset(Keeper, Dataset[Any]):
         Python, NumPy, and torch on the CPU) that are seeded by `seed`, i and v, so its random numbers are
         part of its key. `loader` gives another variant in each epoch, and `set_view` chooses one.
     seed : int
-        See `views`.
+        See `views` and `map`.
     keys : sequence or callable, optional
         Which sample each one is: a text, int, bytes, path, or tuple of these for each sample, or a function
         of the index. A path to a file stands for the file's content. A row then belongs to the key, not to
@@ -253,7 +254,7 @@ class CachedDataset(Keeper, Dataset[Any]):
         disk_size: Size | None = None,
         name: str | None = None,
         version: str | int | None = None,
-        map: Callable[[Any], Any] | None = None,  # noqa: A002
+        map: Callable[..., Any] | None = None,  # noqa: A002
         collate_fn: Callable[[list[Any]], Any] | None = None,
         views: int = 1,
         seed: int = 0,
@@ -381,7 +382,7 @@ class CachedDataset(Keeper, Dataset[Any]):
         if self._recipe.map is None:
             raise NotCachedError(f"{self!r} has no map to call here: it is sealed, or a copy, or has none")
         with torch.no_grad():
-            return self._recipe.map.of(self._source.plain(indices))
+            return self._recipe.map.of(self._source.plain(indices), indices)
 
     def loader(
         self,
@@ -564,7 +565,8 @@ class CachedDataset(Keeper, Dataset[Any]):
         random, start = RandomState([]), time.perf_counter()
         try:
             for first in range(0, len(chosen), batch_size):
-                samples, is_steady = self._source.load(chosen[first : first + batch_size])
+                some = chosen[first : first + batch_size]
+                samples, is_steady = self._source.load(some)
                 seconds, batch = time.perf_counter() - start, Samples().to_rows(samples)
                 if not is_steady or batch.refused:
                     why = next(iter(batch.refused.values()), "random numbers are drawn")
@@ -572,7 +574,7 @@ class CachedDataset(Keeper, Dataset[Any]):
                 rows = [rows for _, rows in batch.parts]
                 if isinstance(store, MappedStore) and store.mapped is not None:
                     with torch.no_grad():
-                        output = store.mapped.map.of(samples)
+                        output = store.mapped.map.of(samples, some)
                     rows = [rows for _, rows in store.mapped.parts(output, len(samples))]
                     seconds = time.perf_counter() - start
                 looks.add(len(samples), seconds, row_sizes(rows, store.levels.settings))
