@@ -107,7 +107,7 @@ def doubled(batch):
     return batch * 2
 
 
-@pytest.mark.parametrize("options", [{}, {"map": doubled}, {"views": 2, "compression": "brotli"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"map": doubled}, {"views": 2, "compression": "brotli"}], ids=len)
 def test_rows_of_samples_that_are_gone_are_deleted(options, paths, tmp_path):
     folder, views = tmp_path / "cache", options.get("views", 1)
     ids = [f"patient {number}" for number in range(COUNT)]

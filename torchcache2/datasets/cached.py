@@ -21,13 +21,13 @@ from torchcache2.core.keys import Positions
 from torchcache2.core.logs import logger, shown
 from torchcache2.core.process import place
 from torchcache2.core.settings import Policy
-from torchcache2.core.sizes import Size, size_text
+from torchcache2.core.sizes import Size
 from torchcache2.datasets.identity import length_of
 from torchcache2.datasets.loader import Loader, filled
 from torchcache2.datasets.mapped import Map, MappedStore
 from torchcache2.datasets.options import CAPACITY, aliased, check, check_dataset, check_others
 from torchcache2.datasets.recipe import OF_PROCESS, Keeper, Recipe
-from torchcache2.datasets.served import ServedRecipe, kept_in, with_samples
+from torchcache2.datasets.served import ServedRecipe
 from torchcache2.datasets.store import Store
 from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.values.samples import Samples
@@ -74,31 +74,21 @@ class own_batches:  # noqa: N801
 
 
 def _outcome(store: Store, total: int) -> str | None:
-    """Whether a lasting folder has all samples now, and how to serve them; None without such a folder."""
+    """Whether a lasting folder has all samples now; None without such a folder."""
     levels, directory = store.levels, store.levels.directory
     folder, bucket = levels.settings.persistent_cache_dir, levels.settings.bucket
     if folder is None or directory is None:
         return None
-    path = str(folder) if bucket is None else bucket.url
-    there = total - len(levels.absent(total))
+    path, there = str(folder) if bucket is None else bucket.url, total - len(levels.absent(total))
     try:
-        kept = with_samples(directory, kept_in(directory))
         contents = directory.contents(levels.namespace.hex())
     except OSError:
         return None
-    mine = next((one for one in kept if one.namespace == contents.namespace), None)
-    if there == 0 or mine is None:
-        return f"{path} has none of {total:,} samples"
-    size = f" ({size_text(sum(info.size for info in (*contents.segments, *contents.others)))})"
     if bucket is not None:
-        there_too = {info.name.removesuffix(HEAD) for info in contents.heads}
-        here = {info.name for info in contents.segments}
-        size = size if there_too <= here else ""
-        if left := len(here - there_too):
+        heads = {info.name.removesuffix(HEAD) for info in contents.heads}
+        if left := len({info.name for info in contents.segments} - heads):
             return f"{left:,} of {len(contents.segments):,} files of {directory.path} are not in {path} yet"
-    share = f"all {total:,} samples" if there == total else f"{there:,} of {total:,} samples"
-    call = mine.call(path, [one for one in kept if one is not mine], partial=there < total)
-    return f"{path} has {share}{size}. Without the dataset, {call} serves them"
+    return f"{path} has {f'all {total:,}' if there == total else f'{there:,} of {total:,}'} samples"
 
 
 class _Filling(Dataset[Any]):

@@ -33,7 +33,7 @@ from torchcache2.files.directory import CacheDirectory
 from torchcache2.identity.fingerprint import at_most
 from torchcache2.tiers.redis.server import hold
 
-OF_PROCESS = ("_source", "_store")  # attributes of a `Keeper` that each process makes
+OF_PROCESS = ("_source", "_store", "_functions")  # attributes of a `Keeper` that each process makes
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -397,12 +397,12 @@ class Store:
         return samples
 
     def fill(self, indices: Sequence[int]) -> tuple[int, int, int]:
-        """Load and keep the samples at ints, unless they are there or others load them.
+        """Load and keep the samples at ints, unless they are there.
 
         Returns
         -------
         found, loaded, nbytes : int
-            Samples that were there or loaded by others; samples loaded here; bytes of their rows.
+            Samples that were there; samples loaded here; bytes of their rows.
         """
         drops = self.tally.drops  # first, as in `fetch`
         self._check_steady()
@@ -411,22 +411,9 @@ class Store:
         absent = absent[~self.levels.write_kept(keys.take(absent))]
         if (distinct := keys.take(absent).first_positions()) is not None:
             absent = absent[distinct[0]]
-        loaded = nbytes = 0
-        if len(absent):
-            claim = self.levels.claim(keys.take(absent))
-            try:
-                wanted = absent[claim.mine]
-                while True:
-                    some = [indices[i] for i in wanted.tolist()]
-                    samples, size = self._load(some, keys.take(wanted), drops)
-                    loaded, nbytes = loaded + len(samples), nbytes + size
-                    if not len(claim.others):
-                        break
-                    wanted = absent[claim.wait()]
-            finally:
-                claim.release()
+        samples, nbytes = self._load([indices[i] for i in absent.tolist()], keys.take(absent), drops)
         self._check_steady()
-        return len(indices) - loaded, loaded, nbytes
+        return len(indices) - len(samples), len(samples), nbytes
 
     @property
     def source(self) -> Source:
