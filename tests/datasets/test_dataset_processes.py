@@ -523,7 +523,7 @@ def test_who_drops_waits_for_who_writes(monkeypatch, ends):
 def test_stats_print_where_samples_were_found(counts, line):
     tally = Tally()
     tally.add(**counts, misses=1)
-    assert str(DatasetStats.of(tally.total(), {})).splitlines()[0] == line
+    assert str(DatasetStats.of(tally, {})).splitlines()[0] == line
 
 
 STORM = """

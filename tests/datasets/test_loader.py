@@ -284,14 +284,6 @@ def test_clear_forgets_this_prefix(options):
         assert len(load.asked) == 3
 
 
-@pytest.mark.parametrize("ranks", ["1", "2"])
-def test_two_loaders_without_a_prefix_are_an_error_wherever_they_are(ranks, path, monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-    for options in ({}, {"cache_dir": path}, {"backend": "redis"}):
-        with pytest.raises(OptionError, match="all loaders with one key_prefix share them"):
-            CacheLoader(**{"backend": "local"} | options)
-
-
 def test_what_is_cleared_while_it_is_loaded_is_not_kept(options):
     with CacheLoader(**options) as loader:
 
@@ -323,7 +315,6 @@ def test_a_loader_that_keeps_nothing_loads(off, monkeypatch):
     [
         ({"backend": "memcached"}, "backend='memcached': expected 'redis' or 'local'"),
         ({"key_prefix": 7}, "key_prefix=7: expected a text"),
-        ({"key_prefix": ""}, "key_prefix='': expected a text that stands for the values"),
         ({"version": 1.5}, "version=1.5: expected a text or an int"),
         ({"writer_buffer_size": 0}, "writer_buffer_size=0: expected a number of samples from 1 on"),
         ({"writer_buffer_size": True}, "writer_buffer_size=True"),

@@ -69,8 +69,8 @@ def test_a_bucket_is_served_without_the_dataset(scheme, tmp_path):
     fill(bucket, tmp_path / "filled", name="second", kind="coco", count=20)
     with pytest.raises(OptionError, match="2 datasets: ") as caught:
         CachedDataset(None, **options)
-    assert "name='there': 60 samples, 60 rows" in str(caught.value)
-    assert "name='second': 20 samples, 20 rows" in str(caught.value)
+    assert "name='there': 60 samples, " in str(caught.value)
+    assert "name='second': 20 samples, " in str(caught.value)
     with contextlib.closing(CachedDataset(None, name="second", **options)) as cached:
         same(cached[19], sample_of(19, "coco"))
 
@@ -82,8 +82,7 @@ def test_what_warmup_has_brought_to_a_bucket_is_served(scheme, tmp_path, capsys)
     with contextlib.closing(CachedDataset(Batched(COUNT), **options)) as cached:
         cached.warmup(batch_size=20)
         said = capsys.readouterr().err.strip().rpartition("\n")[2]
-        assert said.startswith(f"Batched: {bucket.url} has all 60 samples (")
-        assert said.endswith(f"Without the dataset, CachedDataset(None, {bucket.url!r}) serves them")
+        assert said == f"Batched: {bucket.url} has all 60 samples"
     before = names_in(bucket)
     for folder in (tmp_path / "reader", None, tmp_path / "writer"):
         with contextlib.closing(CachedDataset(None, **options_of(bucket, folder))) as cached:

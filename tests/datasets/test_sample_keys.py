@@ -1,5 +1,6 @@
 """`keys=`: a row belongs to the key that the user gives a sample, not to the position."""
 
+import contextlib
 import os
 import random
 import shutil
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
-from torchcache2 import CachedDataset, LazyShardDataset
+from torchcache2 import CachedDataset, LazyShardDataset, NotCachedError
 from torchcache2.core.errors import MissingSampleError, OptionError
 from torchcache2.datasets.identity import identify
 
@@ -100,6 +101,55 @@ def test_all_faces_go_by_the_keys(workers, paths, tmp_path):
     assert [sample.item() for sample in served] == [0, 1, 7]
     with pytest.raises(MissingSampleError):
         CachedDataset(None, folder, keys=["patient 99"])
+
+
+def doubled(batch):
+    return batch * 2
+
+
+@pytest.mark.parametrize("options", [{}, {"map": doubled}, {"views": 2, "compression": "brotli"}], ids=len)
+def test_rows_of_samples_that_are_gone_are_deleted(options, paths, tmp_path):
+    folder, views = tmp_path / "cache", options.get("views", 1)
+    ids = [f"patient {number}" for number in range(COUNT)]
+
+    def cached(some):
+        return CachedDataset(
+            Files([paths[i] for i in some]), folder, name="files", keys=[ids[i] for i in some], **options
+        )
+
+    for some in (range(8), range(8, COUNT)):  # two files, of which one has nothing but what goes
+        with contextlib.closing(cached(some)) as data:
+            data.warmup()
+    rest = [7, 1, 3]
+    with contextlib.closing(cached(rest)) as data, contextlib.closing(cached(rest)) as other:
+        other[0]
+        with pytest.raises(NotCachedError, match="so none is deleted"):
+            data.keep_only()
+        other.close()
+        found = [data[i] for i in range(3)]
+        assert data.keep_only() == (COUNT - 3) * views and data.keep_only() == 0
+        assert [data[i] for i in range(3)] == found and torch.equal(
+            torch.cat([*data.loader()]), torch.stack(found)
+        )
+        assert data.stats().misses == 0 and data.missing().tolist() == []
+    with contextlib.closing(cached(range(COUNT))) as data:
+        assert data.missing().tolist() == [i for i in range(COUNT) if i not in rest]
+    with contextlib.closing(CachedDataset(None, folder, keys=[ids[3]])) as served:
+        assert torch.equal(served[0], found[2])
+        with pytest.raises(NotCachedError, match="torchcache2 rm"):
+            served.keep_only()
+
+
+@pytest.mark.parametrize(
+    "options", [{"keys": [*range(COUNT)]}, {"cache_dir": True}], ids=["no folder", "no keys"]
+)
+def test_only_rows_by_key_in_a_folder_are_deleted(options, paths, path):
+    options |= {"cache_dir": path} if "cache_dir" in options else {}
+    with contextlib.closing(CachedDataset(Files(paths), memory_size="1MB", **options)) as data:
+        data[0]
+        with pytest.raises(OptionError, match="by keys= from a folder on this machine"):
+            data.keep_only()
+        assert data[0] == 0 and data.stats().misses == 1
 
 
 def test_equal_keys_are_loaded_once(paths):

@@ -21,6 +21,7 @@ from hypothesis import example, given, settings
 from torch.utils import _pytree as pytree
 
 from tests.helpers.storage import DTYPES, NAMESPACES, key_of
+from torchcache2 import CachedDataset
 from torchcache2.core.errors import DamagedError, OutputError, UnknownClassError, UnreadableError
 from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
@@ -839,3 +840,25 @@ def test_a_tv_tensor_where_torchvision_is_not_is_unknown_and_not_damaged(tv, mon
     monkeypatch.setitem(sys.modules, "torchvision.tv_tensors", None)
     with pytest.raises(UnknownClassError, match=r"torchvision\.tv_tensors"):
         from_rows(rows)
+
+
+def test_a_tensordict_is_a_sample_and_an_output(path):
+    tensordict = pytest.importorskip("tensordict")
+
+    def made(x, **options):
+        return tensordict.TensorDict({"y": x * 2, "z": {"w": x[..., 0]}}, x.shape[:1], **options)
+
+    samples = [made(torch.ones(i, 2), **({"device": "cpu"} if i % 2 else {})) for i in range(1, 5)]
+    samples[1].lock_()
+    with contextlib.closing(CachedDataset(samples, path, name="dicts")) as cached:
+        cached.warmup()
+    with contextlib.closing(CachedDataset(None, path)) as served:
+        for found, sample in zip(served, samples, strict=True):
+            assert type(found) is type(sample) and (found == sample).all()
+            for name in ("batch_size", "device", "is_locked"):
+                assert getattr(found, name) == getattr(sample, name)
+    with contextlib.closing(CachedDataset(torch.rand(8, 2), memory_size="1MB", map=made)) as features:
+        for size in (4, 3):
+            found = next(iter(features.loader(size)))
+            assert (found == made(features._recipe.dataset[:size])).all() and found.batch_size == (size,)
+        assert features.stats().misses == 4

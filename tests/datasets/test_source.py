@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import pickle
-import random
 from typing import ClassVar
 
 import hypothesis.strategies as st
@@ -185,11 +184,11 @@ KINDS = {kind: kind for kind in BUFFERS} | {
 
 
 class Reused:
-    """Fills one of some buffers again and again; after `fresh` samples, if they are made anew before."""
+    """Fills one of some buffers again and again."""
 
-    def __init__(self, kind, buffers=1, fresh=0):
+    def __init__(self, kind, buffers=1):
         make = BUFFERS[KINDS[kind]]
-        self.kind, self.fresh = kind, fresh
+        self.kind = kind
         self.buffers = [make() for _ in range(buffers)]
         if kind == "image of an array":
             self.buffers = [np.zeros((2, 2), np.uint8) for _ in range(buffers)]
@@ -203,15 +202,8 @@ class Reused:
         self.loads += 1
         self.turn = (self.turn + 1) % len(self.buffers)
         buffer = self.buffers[self.turn]
-        if self.loads <= self.fresh:
-            buffer = copy.deepcopy(buffer)
         _fill(buffer, index)
         return SAMPLES[self.kind](buffer, index)
-
-
-class ReusedBatched(Reused):
-    def __getitems__(self, indices):
-        return [self[index] for index in indices]
 
 
 def plain_of(sample):
@@ -232,11 +224,10 @@ def expected_of(kind):
 
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("buffers", [1, 3])
-@pytest.mark.parametrize("make", [Reused, ReusedBatched])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_buffer_that_is_filled_again_is_copied_before(kind, make, buffers, path):
+def test_a_buffer_that_is_filled_again_is_copied_before(kind, buffers, path):
     expected = expected_of(kind)
-    with contextlib.closing(CachedDataset(make(kind, buffers), path, name="reused")) as cached:
+    with contextlib.closing(CachedDataset(Reused(kind, buffers), path, name="reused")) as cached:
         cached.warmup(batch_size=4)
         same([plain_of(cached[index]) for index in range(COUNT)], expected)
         assert (cached.stats().misses, cached.stats().hits) == (COUNT, COUNT)
@@ -247,39 +238,6 @@ def test_a_buffer_that_is_filled_again_is_copied_before(kind, make, buffers, pat
             same(given, sorted(expected, key=str))
     with contextlib.closing(CachedDataset(None, path)) as served:
         same([plain_of(sample) for sample in served.__getitems__(list(range(COUNT)))], expected)
-
-
-@pytest.mark.parametrize("kind", ["tensor", "list inside"])
-def test_a_buffer_may_be_used_again_late(kind):
-    """Samples are copied only until they are known to be apart, but looked at later, too."""
-    source = Reused(kind, fresh=96)
-    with contextlib.closing(CachedDataset(source, memory_size="1MB")) as cached:
-        for _ in range(12):
-            cached.clear()
-            given = cached.__getitems__(list(range(COUNT)))
-            same([plain_of(sample) for sample in given], expected_of(kind))
-            same([plain_of(cached[index]) for index in range(COUNT)], expected_of(kind))
-
-
-def test_samples_that_are_apart_are_loaded_once_and_given_as_they_are():
-    memory = torch.arange(4.0 * COUNT).view(COUNT, 4)
-
-    class Views(Dataset):
-        def __init__(self):
-            self.loads = 0
-
-        def __len__(self):
-            return COUNT
-
-        def __getitem__(self, index):
-            self.loads += 1
-            return memory[index], ("constant", (1, 2)), memory[:0], str(index)
-
-    views = Views()
-    with contextlib.closing(CachedDataset(views, name="views", **MEMORY)) as cached:
-        given = cached.__getitems__([0, 1, 2, 2])
-        assert [sample[0].data_ptr() for sample in given] == [memory[i].data_ptr() for i in (0, 1, 2, 2)]
-        assert views.loads == 4
 
 
 def test_a_shard_of_a_dataset_that_fills_one_buffer():
@@ -320,31 +278,13 @@ def test_what_cannot_be_made_again_is_given_as_it_is():
         assert type(cached.__getitems__([0, 1])[0]) is Moody
 
 
-def test_numbers_are_drawn_as_often_as_without_the_cache():
-    """Whether a dataset draws random numbers is seen although it has to be asked twice."""
-
-    class Drawn(Reused):
-        def __getitem__(self, index):
-            return super().__getitem__(index), random.random()
-
-        def __getitems__(self, indices):
-            return [self[index] for index in indices]
-
-    numbers = []
-    for wrap in (lambda data: data, lambda data: CachedDataset(data, name="drawn", **MEMORY)):
-        random.seed(3)
-        wrapped = wrap(Drawn("tensor"))
-        numbers.append([number for _, number in wrapped.__getitems__([0, 1, 2])] + [random.random()])
-    assert numbers[0] == numbers[1]
-
-
 MAKERS = st.sampled_from(
     [
         lambda: Batched(COUNT, "coco"),
         lambda: Counted(COUNT, "large"),
         lambda: Plus(COUNT, "tensor"),
         lambda: Both(COUNT, "ragged"),
-        *(lambda kind=kind: ReusedBatched(kind) for kind in ("tensor", "list", "backwards")),
+        *(lambda kind=kind: Reused(kind) for kind in ("tensor", "list", "backwards")),
         *(lambda kind=kind: Reused(kind, 2) for kind in ("array", "dict", "tensor inside")),
     ]
 )

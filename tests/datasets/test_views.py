@@ -88,6 +88,56 @@ def test_a_folder_of_variants_serves_them_without_the_dataset(tmp_path):
     served.close()
 
 
+def sampled(batch, generators):
+    """As a VAE does: a draw for each sample."""
+    noise = [torch.randn(3, generator=one) for one in generators]
+    return batch[0][:, None] + torch.stack(noise)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"keys": [f"key {i}" for i in range(COUNT)]}], ids=["indices", "keys"]
+)
+@pytest.mark.parametrize("views", [1, 3])
+def test_what_a_map_draws_for_a_sample_depends_on_nothing_but_the_sample(options, views, tmp_path):
+    """Not on the batch, the order, or whether there is a cache."""
+    samples, made = [(torch.tensor(float(i)),) for i in range(COUNT)], []
+
+    def cached(**more):
+        return CachedDataset(samples, map=sampled, views=views, **options | {"seed": 5} | more)
+
+    for more, sizes in (
+        ({"cache_dir": tmp_path}, [[3, 1], [2, 7, 0, 5]]),
+        ({"memory_size": 0}, [[1], [7, 3, 5]]),
+    ):
+        data = cached(**more)
+        loader = data.loader(batch_sampler=[*sizes, [*range(COUNT)]], generator=torch.Generator())
+        state = torch.get_rng_state()
+        made.append([[*loader][-1] for _ in range(views)])
+        assert torch.equal(torch.get_rng_state(), state)
+        data.set_view(views - 1)
+        assert torch.equal(data[3], made[-1][-1][3]) and not data.stats().bypasses
+        data.close()
+    assert same(*made) and len(torch.cat(made[0]).unique()) == 3 * COUNT * views
+    other = cached(cache_dir=tmp_path, seed=6)
+    assert len(other.missing()) == COUNT and not torch.equal(other[3], made[0][0][3])
+    other.close()
+    if options:  # a row belongs to its key, whatever comes before
+        options, samples = {"keys": options["keys"][1:]}, samples[1:]
+        fewer = cached(cache_dir=tmp_path, name="fewer")
+        assert torch.equal(fewer[2], made[0][0][3])
+        fewer.close()
+
+
+def test_what_a_map_draws_from_a_generator_of_all_is_not_kept():
+    cached = CachedDataset(
+        [(torch.zeros(()),) for _ in range(COUNT)], map=lambda batch: torch.rand(len(batch[0]))
+    )
+    drawn = [torch.cat([*cached.loader(4)]) for _ in range(2)]
+    assert not torch.equal(*drawn) and cached.stats().hits == cached.stats().misses == 0
+    assert cached.stats().bypasses == {"random": 2 * COUNT}
+    cached.close()
+
+
 @pytest.mark.parametrize("views", [0, 1.5, True, "2"])
 def test_views_is_a_count(views):
     with pytest.raises(OptionError, match="views="):

@@ -328,6 +328,26 @@ def test_the_first_rank_shows_a_bar_and_one_line_of_cost(capfd, monkeypatch):
     assert capfd.readouterr().err == ""
 
 
+def test_the_total_of_a_batch_sampler_is_known(capfd):
+    sampler = data.BatchSampler(data.RandomSampler(X), 9, drop_last=False)
+    cached, state = instance(), torch.get_rng_state()
+    assert warmup(cached, data.DataLoader(X, batch_sampler=_Buckets(sampler))) == (100, 0)
+    assert torch.equal(torch.get_rng_state(), state) and "Net: 100 items: " in capfd.readouterr().err
+
+
+class _Buckets(data.Sampler):
+    """Makes batches of its own."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+    def __len__(self):
+        return len(self.batches)
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

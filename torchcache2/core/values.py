@@ -157,6 +157,21 @@ def _encoding(cls: Any, state: bytes) -> Any:
     return value
 
 
+def _opened_tensordict(value: Any) -> tuple[Any, ...]:
+    if any(name is not None for name in value.names):
+        raise UnstorableError("a TensorDict with names of dimensions")
+    return dict(value.items()), value.batch_dims, value.device is not None, value.is_locked
+
+
+def _tensordict(cls: Any, parts: tuple[Any, ...]) -> Any:
+    entries, dimensions, has_device, is_locked = parts
+    if not entries:
+        raise UnstorableError("a TensorDict without entries")
+    first = next(iter(entries.values()))
+    value = cls(entries, first.shape[:dimensions], device=first.device if has_device else None)
+    return value.lock_() if is_locked else value
+
+
 # Functions that take objects of a class apart, and that rebuild them from class and parts.
 _Functions = tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]
 _KNOWN: dict[str, _Functions] = {
@@ -164,6 +179,7 @@ _KNOWN: dict[str, _Functions] = {
         lambda value: (value.parameters, value.deterministic),
         lambda cls, parts: cls(*parts),
     ),
+    "tensordict._td.TensorDict": (_opened_tensordict, _tensordict),
     "tokenizers.Encoding": (lambda value: value.__getstate__(), _encoding),
 }
 
@@ -173,8 +189,12 @@ def _functions(cls: Any) -> _Functions | None:
     functions = type.__getattribute__(cls, "__dict__").get(_VALUE)
     if functions is not None:
         return functions  # type: ignore[no-any-return]
+    return _KNOWN.get(_path_of(cls))
+
+
+def _path_of(cls: Any) -> str:
     names = (type.__getattribute__(cls, name) for name in ("__module__", "__qualname__"))
-    return _KNOWN.get(".".join(map(str, names)))
+    return ".".join(map(str, names))
 
 
 def _is_mapping(cls: Any) -> bool:
@@ -452,9 +472,9 @@ def one_of(cls: Any, classes: Any) -> bool:
 
 
 def is_registered(cls: Any) -> bool:
-    """Whether a class is a node type of pytrees."""
+    """Whether a class is a node type of pytrees, and is taken apart as such."""
     try:
-        return cls in pytree.SUPPORTED_NODES
+        return cls in pytree.SUPPORTED_NODES and _path_of(cls) not in _KNOWN
     except Exception:  # a class whose own class has no hash
         return False
 

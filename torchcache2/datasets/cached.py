@@ -21,19 +21,21 @@ from torchcache2.core.keys import Positions
 from torchcache2.core.logs import logger, shown
 from torchcache2.core.process import place
 from torchcache2.core.settings import Policy
-from torchcache2.core.sizes import Size, size_text
+from torchcache2.core.sizes import Size
 from torchcache2.datasets.identity import length_of
 from torchcache2.datasets.loader import Loader, filled
 from torchcache2.datasets.mapped import Map, MappedStore
 from torchcache2.datasets.options import CAPACITY, aliased, check, check_dataset, check_others
 from torchcache2.datasets.recipe import OF_PROCESS, Keeper, Recipe
-from torchcache2.datasets.served import ServedRecipe, kept_in, with_samples
+from torchcache2.datasets.served import ServedRecipe
 from torchcache2.datasets.store import Store
 from torchcache2.engine.randomness import RandomState
 from torchcache2.engine.values.samples import Samples
 from torchcache2.engine.warmup import Estimate, Looks, Progress, WarmupStats, row_sizes
+from torchcache2.files.codec import codec
 from torchcache2.files.layout import HEAD
-from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
+from torchcache2.files.removal import keep_rows
+from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE, __version__
 
 _HINTS = {
     "advice": "Samples that do not fit are loaded in each epoch: raise the budgets of memory or disk",
@@ -72,31 +74,21 @@ class own_batches:  # noqa: N801
 
 
 def _outcome(store: Store, total: int) -> str | None:
-    """Whether a lasting folder has all samples now, and how to serve them; None without such a folder."""
+    """Whether a lasting folder has all samples now; None without such a folder."""
     levels, directory = store.levels, store.levels.directory
     folder, bucket = levels.settings.persistent_cache_dir, levels.settings.bucket
     if folder is None or directory is None:
         return None
-    path = str(folder) if bucket is None else bucket.url
-    there = total - len(levels.absent(total))
+    path, there = str(folder) if bucket is None else bucket.url, total - len(levels.absent(total))
     try:
-        kept = with_samples(directory, kept_in(directory))
         contents = directory.contents(levels.namespace.hex())
     except OSError:
         return None
-    mine = next((one for one in kept if one.namespace == contents.namespace), None)
-    if there == 0 or mine is None:
-        return f"{path} has none of {total:,} samples"
-    size = f" ({size_text(sum(info.size for info in (*contents.segments, *contents.others)))})"
     if bucket is not None:
-        there_too = {info.name.removesuffix(HEAD) for info in contents.heads}
-        here = {info.name for info in contents.segments}
-        size = size if there_too <= here else ""
-        if left := len(here - there_too):
+        heads = {info.name.removesuffix(HEAD) for info in contents.heads}
+        if left := len({info.name for info in contents.segments} - heads):
             return f"{left:,} of {len(contents.segments):,} files of {directory.path} are not in {path} yet"
-    share = f"all {total:,} samples" if there == total else f"{there:,} of {total:,} samples"
-    call = mine.call(path, [one for one in kept if one is not mine], partial=there < total)
-    return f"{path} has {share}{size}. Without the dataset, {call} serves them"
+    return f"{path} has {f'all {total:,}' if there == total else f'{there:,} of {total:,}'} samples"
 
 
 class _Filling(Dataset[Any]):
@@ -149,7 +141,8 @@ class CachedDataset(Keeper, Dataset[Any]):
         ``map(batch)`` makes of a collated batch of samples what is kept in their place, such as features: any
         structure of tensors with an entry for each sample. It is part of the key with all that it refers to:
         code, models, weights. Only the process that makes the dataset calls it, without gradients; see
-        `loader`.
+        `loader`. If it has a parameter ``generators``, that is a list with a `torch.Generator` for each
+        sample, seeded by `seed` and the sample's key, to draw what it needs for that sample.
     collate_fn : callable, optional
         Makes a batch for `map` of a list of samples. None: `torch.utils.data.default_collate`.
     views : int
@@ -157,7 +150,7 @@ class CachedDataset(Keeper, Dataset[Any]):
         Python, NumPy, and torch on the CPU) that are seeded by `seed`, i and v, so its random numbers are
         part of its key. `loader` gives another variant in each epoch, and `set_view` chooses one.
     seed : int
-        See `views`.
+        See `views` and `map`.
     keys : sequence or callable, optional
         Which sample each one is: a text, int, bytes, path, or tuple of these for each sample, or a function
         of the index. A path to a file stands for the file's content. A row then belongs to the key, not to
@@ -251,7 +244,7 @@ class CachedDataset(Keeper, Dataset[Any]):
         disk_size: Size | None = None,
         name: str | None = None,
         version: str | int | None = None,
-        map: Callable[[Any], Any] | None = None,  # noqa: A002
+        map: Callable[..., Any] | None = None,  # noqa: A002
         collate_fn: Callable[[list[Any]], Any] | None = None,
         views: int = 1,
         seed: int = 0,
@@ -379,7 +372,7 @@ class CachedDataset(Keeper, Dataset[Any]):
         if self._recipe.map is None:
             raise NotCachedError(f"{self!r} has no map to call here: it is sealed, or a copy, or has none")
         with torch.no_grad():
-            return self._recipe.map.of(self._source.plain(indices))
+            return self._recipe.map.of(self._source.plain(indices), indices)
 
     def loader(
         self,
@@ -562,7 +555,8 @@ class CachedDataset(Keeper, Dataset[Any]):
         random, start = RandomState([]), time.perf_counter()
         try:
             for first in range(0, len(chosen), batch_size):
-                samples, is_steady = self._source.load(chosen[first : first + batch_size])
+                some = chosen[first : first + batch_size]
+                samples, is_steady = self._source.load(some)
                 seconds, batch = time.perf_counter() - start, Samples().to_rows(samples)
                 if not is_steady or batch.refused:
                     why = next(iter(batch.refused.values()), "random numbers are drawn")
@@ -570,7 +564,7 @@ class CachedDataset(Keeper, Dataset[Any]):
                 rows = [rows for _, rows in batch.parts]
                 if isinstance(store, MappedStore) and store.mapped is not None:
                     with torch.no_grad():
-                        output = store.mapped.map.of(samples)
+                        output = store.mapped.map.of(samples, some)
                     rows = [rows for _, rows in store.mapped.parts(output, len(samples))]
                     seconds = time.perf_counter() - start
                 looks.add(len(samples), seconds, row_sizes(rows, store.levels.settings))
@@ -623,6 +617,48 @@ class CachedDataset(Keeper, Dataset[Any]):
         self.flush()
         self._recipe.map = None
         store.end_map()
+
+    def keep_only(self) -> int:
+        """Delete the rows of samples that are no longer in the dataset; returns how many these are.
+
+        For a dataset with `keys` and a folder on this machine. Files that also have other rows are written
+        anew before they are deleted. Rows that `map` has made under another mode of torch, such as autocast,
+        go, too.
+
+        Raises
+        ------
+        OptionError
+            Without `keys`, or if there is no such folder: servers and buckets may have other users.
+        NotCachedError
+            If another process, such as a worker, or another `CachedDataset` uses these rows. Nothing is
+            deleted then.
+        """
+        store, recipe = self._filled_store(), self._recipe
+        recipe.check_clear()
+        levels, settings = store.levels, store.levels.settings
+        if (
+            levels.fills_up
+            or levels.directory is None
+            or settings.bucket is not None
+            or not levels.by.are_given
+        ):
+            raise OptionError(
+                "keep_only() deletes rows by keys= from a folder on this machine, and there are no keys, or "
+                "no cache_dir, or it is in a bucket. Servers forget what is not used with policy='lru'"
+            )
+        directory, keys = levels.directory, levels.keys(np.arange(len(self) * recipe.views))
+        self._store = None
+        store.close()  # also releases memory, and our own mark that the rows are in use
+        try:
+            made = codec(settings.compression, settings.compression_quality)
+            count = keep_rows(directory, keys, made, __version__)
+        finally:
+            self._store = recipe.store(self._source)
+        if count is None:
+            raise NotCachedError(
+                f"{store.name}: another process or object uses these rows, so none is deleted"
+            )
+        return count
 
     def explain(self) -> str:
         """Why samples were loaded again: the differences from the dataset of earlier runs.

@@ -12,19 +12,20 @@ from torch.utils.data import IterableDataset
 from xxhash import xxh3_128_digest
 
 from torchcache2.core.errors import OptionError
-from torchcache2.core.logs import shown
+from torchcache2.core.logs import listed, shown
 from torchcache2.core.settings import Policy
 from torchcache2.core.sizes import Size
 from torchcache2.datasets.cached import CachedDataset
-from torchcache2.datasets.identity import Index, as_index, keys_of
+from torchcache2.datasets.identity import Index, as_index, identify, keys_of
 from torchcache2.datasets.options import CAPACITY, check, check_others
 from torchcache2.datasets.recipe import Keeper, Recipe
-from torchcache2.datasets.source import copied
+from torchcache2.datasets.source import owned
 from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
 
 _OF_LOADER = "the key of a CacheLoader is one int, str or bytes, or a tuple of them; get_many takes a list"
 _OF_SAMPLE = "the key of a sample of a CachedStream is one int, str or bytes, or a tuple of them"
 _OF_STREAM = ("name", "cache_dir", "transform", "batch_size")  # options that are arguments of a stream
+_MOST_FUNCTIONS = 64
 _NOT_HERE = ("keys", "map", "collate_fn", "views", "seed", "partial")  # only for samples with an index
 Key = Index | tuple["Key", ...]
 
@@ -40,9 +41,9 @@ def _index(key: Any, expected: str) -> Index:
 class CacheLoader(Keeper):
     """Caches a function's results by key, on Redis servers or on this machine.
 
-    **The function is not part of the key.** `key_prefix`, `version` and the key alone identify a value:
-    change one of them when the function, or the files that it reads, change. The function should be
-    deterministic, such as reading and decoding; augment at random after `get`.
+    **With a `key_prefix`, the function is not part of the key.** `key_prefix`, `version` and the key alone
+    identify a value: change one of them when the function, or the files that it reads, change. The function
+    should be deterministic, such as reading and decoding; augment at random after `get`.
 
     All processes that get one loader share it: pass it to a dataset, whose workers may be forked or spawned.
     Several loaders and datasets may use one server, with different `key_prefix` or `version`.
@@ -53,8 +54,9 @@ class CacheLoader(Keeper):
         Where values are kept: on Redis servers, or in memory and a folder of this machine, as in
         `CachedDataset`.
     key_prefix : str
-        A name for the keys, such as that of a data set. Required, because all loaders with one `key_prefix`
-        share values, on a server, in a folder, or among the ranks of a machine.
+        A name for the keys, such as that of a data set: all loaders with one `key_prefix` share values, on a
+        server, in a folder, or among the ranks of a machine. Without one, the function stands for it, by its
+        code and what it closes over, read once in each process.
     writer_buffer_size : int
         How many values to gather before sending them to a server. They are sent after at most a second; the
         process that loaded them finds them meanwhile.
@@ -134,7 +136,30 @@ class CacheLoader(Keeper):
         check_others(others, [*options], "CacheLoader")
         check(options)
         recipe = Recipe.of_loader(key_prefix, version, options)
-        self.__setstate__({"_recipe": recipe})
+        self.__setstate__({"_recipe": recipe, "_has_prefix": key_prefix != ""})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._functions = dict[tuple[int, ...], tuple[Any, bytes]]()
+
+    def _name(self, function: Callable[..., Any]) -> bytes:
+        """Stands for a function in keys: 16 bytes, of its code and what it closes over."""
+        code = inspect.unwrap(function)
+        cells = [cell.cell_contents for cell in getattr(code, "__closure__", None) or ()]
+        parts = [getattr(code, name, None) for name in ("__code__", "__self__", "__defaults__")]
+        parts = [*parts, *cells] if parts[0] is not None else [function]
+        known = self._functions.get(place := tuple(map(id, parts)))
+        if known is None:
+            identity = identify(function)
+            if identity.unread:
+                raise OptionError(
+                    f"{self!r} has no key_prefix, and load_fn has {listed(identity.unread)}, which cannot be "
+                    "read: pass key_prefix= to identify the values"
+                )
+            if len(self._functions) >= _MOST_FUNCTIONS:
+                self._functions.clear()
+            known = self._functions[place] = parts, identity.namespace  # kept alive, as ids are reused
+        return known[1]
 
     def get(self, key: Key, load_fn: Callable[[Any], Any]) -> Any:
         """The value of a key; if there is none, calls ``load_fn(key)`` and keeps the result.
@@ -153,7 +178,7 @@ class CacheLoader(Keeper):
         OutputError
             If the value cannot be stored, and none was stored before. Otherwise this is a warning.
         """
-        if type(key) is int and self._store is not None and callable(load_fn):
+        if type(key) is int and self._has_prefix and self._store is not None and callable(load_fn):
             for value in self._store.find_one(key):
                 return value
         return self.get_many([key], load_fn)[0]
@@ -181,8 +206,10 @@ class CacheLoader(Keeper):
             raise TypeError(f"keys is of type {type(keys).__name__}: expected a list of keys; get takes one")
         store, given = self._store, list(keys)
         wanted = [_index(key, _OF_LOADER) for key in given]
+        if not self._has_prefix:
+            wanted = [_index((self._name(function), index), _OF_LOADER) for index in wanted]
         pairs = zip(wanted, given, strict=True)
-        key_of: dict[Index, Any] = {i: key if isinstance(key, tuple) else i for i, key in pairs}
+        key_of = {i: key if isinstance(key, tuple) else as_index(key) for i, key in pairs}
         distinct, loaded = list(key_of), dict[Index, Any]()
 
         def load(index: Index) -> Any:
@@ -204,7 +231,7 @@ class CacheLoader(Keeper):
         store.tally.add(memory_hits=len(wanted) - len(distinct))
         found, seen = [], set[Index]()
         for key in wanted:  # a repeated key's values have memory of their own
-            found.append((copied(values[key]) or [load(key)])[0] if key in seen else values[key])
+            found.append(owned(values[key]) if key in seen else values[key])
             seen.add(key)
         return found
 
@@ -331,21 +358,10 @@ class CachedStream(Keeper, IterableDataset[Any]):
         self.__setstate__({"_recipe": recipe, "_batch": batch_size, "_iterable": iterable})
 
     def __iter__(self) -> Iterator[Any]:
-        source, transform, failure = iter(self._iterable), self._recipe.transform, None
-        while failure is None:
-            raw: list[Any] = []
-            try:
-                while len(raw) < self._batch:
-                    raw.append(next(source))
-            except Exception as error:  # yield samples before it first
-                failure = error
-            for sample in self._samples(raw):
+        source, transform = iter(self._iterable), self._recipe.transform
+        while raw := list(itertools.islice(source, self._batch)):
+            for sample in self._found(raw):
                 yield sample if transform is None else transform(sample)
-        if not isinstance(failure, StopIteration):
-            try:
-                raise failure
-            finally:
-                failure = None  # avoid a cycle with this frame
 
     def __len__(self) -> int:
         return len(self._iterable)  # type: ignore[arg-type]
@@ -354,15 +370,6 @@ class CachedStream(Keeper, IterableDataset[Any]):
         if name.startswith("_"):  # also during unpickling
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._iterable, name)  # such as `set_epoch`
-
-    def _samples(self, raw: list[Any]) -> Iterable[Any]:
-        """The samples of raw ones; if `load` fails for one, yields those before it first."""
-        try:
-            return self._found(raw)
-        except Exception:
-            if len(raw) < 2:
-                raise
-        return (sample for one in raw for sample in self._found([one]))
 
     def _found(self, raw: list[Any]) -> list[Any]:
         load, key, store = self._recipe.dataset.load, self._recipe.dataset.key, self._store

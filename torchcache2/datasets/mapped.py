@@ -29,9 +29,11 @@ from torchcache2.core.rows import Parts, Rows
 from torchcache2.core.settings import CacheSettings, disabled_by_environment
 from torchcache2.core.values import UnstorableError, mapped
 from torchcache2.datasets.identity import as_array, as_index
+from torchcache2.datasets.samplekeys import SampleKeys
 from torchcache2.datasets.source import One, Source
 from torchcache2.datasets.store import Levels, Store
 from torchcache2.datasets.tally import Tally
+from torchcache2.datasets.views import generator
 from torchcache2.decorator.bypass import BypassError
 from torchcache2.decorator.forward import Computation
 from torchcache2.decorator.modulecache import ModuleCache, Owner
@@ -75,14 +77,20 @@ class Map:
         Options that are part of the namespace.
     samples : Fingerprint
         Identifies the samples.
+    sample_keys : SampleKeys
+        Which sample an index is.
+    seed : int
+        Of the generators of each sample, for a function with a parameter ``generators``.
     """
 
     def __init__(
         self,
-        function: Callable[[Any], Any],
+        function: Callable[..., Any],
         collate: Callable[[list[Any]], Any] | None,
         settings: CacheSettings,
         samples: Fingerprint,
+        sample_keys: SampleKeys,
+        seed: int,
     ) -> None:
         if not callable(function) or isinstance(function, type):
             raise OptionError(
@@ -107,6 +115,12 @@ class Map:
         keeper.beside = {f"samples {name}": data for name, data in samples.parts.items()}
         keeper.texts = {f"samples {name}": text for name, text in samples.values.items()}
         keeper.beside["modes of torch"] = digest([usual])
+        self._sample_keys, self._seed = sample_keys, seed
+        self._draws = False
+        with contextlib.suppress(TypeError, ValueError):  # it has no signature
+            self._draws = "generators" in inspect.signature(function).parameters
+        if self._draws:
+            keeper.beside["seed"], keeper.texts["seed"] = digest([text_bytes(str(seed))]), str(seed)
         if collate is not None:
             keeper.beside["collate_fn"] = self._of_collate(settings)
         keeper.look(root)
@@ -120,9 +134,14 @@ class Map:
         self.keeper.unread += keeper.unread
         return keeper.fingerprint.namespace
 
-    def of(self, samples: list[Any]) -> Any:
-        """What the function makes of samples, on the host."""
-        return mapped(_on_host, self.function((self.collate or default_collate)(samples)), objects=True)
+    def of(self, samples: list[Any], indices: Sequence[int]) -> Any:
+        """What the function makes of samples at some indices, on the host."""
+        options = {}
+        if self._draws:
+            names = self._sample_keys.of(bytes(16), indices).data
+            options["generators"] = [generator((self._seed, name.tobytes())) for name in names]
+        output = self.function((self.collate or default_collate)(samples), **options)
+        return mapped(_on_host, output, objects=True)
 
     @staticmethod
     def items(output: Any, count: int, lists: Lists | None = None) -> list[Any]:
@@ -232,7 +251,7 @@ class Mapped(ModuleCache):
     def _output_of(self, indices: Sequence[int]) -> Any:
         samples, is_steady = self._source.load(indices)
         self.drew |= not is_steady
-        return self.map.of(samples)
+        return self.map.of(samples, indices)
 
     drew = False  # whether samples drew random numbers
 
@@ -333,7 +352,10 @@ class MappedStore(Store):
             return mapped.plainly(indices)
         drops, counters, start = tally.drops, mapped.engine.counters, time.perf_counter()
         before = counters.misses, counters.verified, counters.mismatched, counters.seconds_computed
+        passed = dict(counters.bypasses)
         output = mapped(indices)
+        for reason, count in counters.bypasses.items():
+            tally.bypasses[reason] += count - passed.get(reason, 0)
         seconds = counters.seconds_computed - before[3]
         tally.add(
             misses=int(counters.misses - before[0]),

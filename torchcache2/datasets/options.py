@@ -21,14 +21,18 @@ from torchcache2.tiers.redis.server import one_of, own_servers
 
 CAPACITY = 0.25
 _MEMORY_SHARE, _DISK_SHARE = 0.25, 0.8
-_ALIASES = {"disk_cache_path": "cache_dir", "dataset_name": "name"}
+_ALIASES = {
+    "disk_cache_path": "cache_dir",
+    "dataset_name": "name",
+    "memory_cache_size": "memory_size",
+    "disk_cache_size": "disk_size",
+}
 _OTHERS = {  # names from other libraries, or similar ones
+    **{alias: f"it is {name}" for alias, name in _ALIASES.items()},
     "compress": "use compression='brotli'",
     "max_files_per_folder": "many samples are in one file here",
     "max_memory_cache_size": "it is memory_size",
-    "memory_cache_size": "it is memory_size",
     "max_persistent_cache_size": "it is disk_size",
-    "disk_cache_size": "it is disk_size",
     "size_limit_gib": "it is memory_size, such as '4GB'",
     **dict.fromkeys(("cache_size", "maxsize", "max_size", "size_limit"), "it is memory_size or disk_size"),
     **dict.fromkeys(("cache_limit", "max_cache_size"), "it is disk_size"),
@@ -87,7 +91,7 @@ _OPTIONS = {
     ),
     "key_prefix": _Option(
         "a text that stands for the values, such as 'coco-train': all loaders with one key_prefix share them",
-        lambda prefix: isinstance(prefix, str) and prefix,
+        lambda prefix: isinstance(prefix, str),
     ),
     "version": _Option(
         "a text or an int",

@@ -33,7 +33,7 @@ from torchcache2.files.directory import CacheDirectory
 from torchcache2.identity.fingerprint import at_most
 from torchcache2.tiers.redis.server import hold
 
-OF_PROCESS = ("_source", "_store")  # attributes of a `Keeper` that each process makes
+OF_PROCESS = ("_source", "_store", "_functions")  # attributes of a `Keeper` that each process makes
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -126,7 +126,8 @@ class Recipe:
         identity = identify(dataset, **reading, is_mapped=is_mapped)
         if is_mapped:
             own = settings.replace({name: reading[name] for name in ("ignore", "code_version")})
-            made_of = Map(options["map"], options["collate_fn"], own, identity.fingerprint)
+            function, collate, seed = (options[name] for name in ("map", "collate_fn", "seed"))
+            made_of = Map(function, collate, own, identity.fingerprint, sample_keys, seed)
             identity = identity._replace(
                 fingerprint=made_of.keeper.fingerprint, unread=[*identity.unread, *made_of.keeper.unread]
             )
@@ -272,7 +273,7 @@ class Keeper:
     def stats(self) -> DatasetStats:
         """Statistics of all processes so far."""
         tiers = {} if self._store is None else self._store.levels.stats()
-        return DatasetStats.of(self._recipe.tally.total(), tiers)
+        return DatasetStats.of(self._recipe.tally, tiers)
 
     def flush(self) -> None:
         """Return once the samples of all processes are as durable as possible, such as on a server.

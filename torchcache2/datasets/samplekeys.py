@@ -61,7 +61,7 @@ class SampleKeys:
 
     def of_views(self, views: int) -> SampleKeys:
         """The keys of all variants of the samples, the first variant of each first."""
-        if not self.are_given or self.length is None:
+        if views == 1 or not self.are_given or self.length is None:
             return self
         given, length = self._given, self.length
 

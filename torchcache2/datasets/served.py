@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,7 +20,7 @@ from torchcache2.core.errors import (
     UnreadableError,
 )
 from torchcache2.core.keys import Positions
-from torchcache2.core.logs import listed, shown
+from torchcache2.core.logs import shown
 from torchcache2.core.sizes import size_text
 from torchcache2.datasets.identity import Identity, Index, as_index
 from torchcache2.datasets.options import check_served
@@ -30,16 +29,14 @@ from torchcache2.datasets.samplekeys import SampleKeys
 from torchcache2.datasets.source import One, Source
 from torchcache2.datasets.store import Levels, Store
 from torchcache2.datasets.tally import Tally
-from torchcache2.files.directory import NAMESPACE_NAME, CacheDirectory, Contents
-from torchcache2.files.filesystem import Descriptors, FileSystem
-from torchcache2.files.segment import Segment
+from torchcache2.files.directory import NAMESPACE_NAME, CacheDirectory
+from torchcache2.files.filesystem import FileSystem
 from torchcache2.identity.fingerprint import Fingerprint, from_document
 from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
 from torchcache2.tiers.bucket.files import BucketError, BucketFiles
 from torchcache2.tiers.bucket.objects import Objects
 
 PAUSE = 0.5  # seconds after which a bucket that fails is asked again
-_ANY = 2**63  # no limit on bytes of a row, as only the index is read
 _MOST_LISTED, _MOST_RANGES = 20, 5
 _LEAST_DIGITS = 4  # of a namespace
 
@@ -77,7 +74,7 @@ class Kept:
         if not isinstance(said, dict):
             return None
         length, kind = said.get("length"), _text_of(document.get("class")) or "?"
-        is_length = type(length) is int and 0 <= length < _ANY
+        is_length = type(length) is int and 0 <= length < 2**63
         called = _text_of(said.get("name")), _text_of(said.get("version"))
         return cls(namespace, kind, length if is_length else None, *called, document)
 
@@ -116,20 +113,8 @@ class Kept:
         called = f"name={self.name!r}" if self.name is not None else f"no name, class {self.kind}"
         version = "" if self.version is None else f", version={self.version!r}"
         length = "unknown length" if self.length is None else f"{self.length:,} samples"
-        contents = directory.contents(self.namespace)
-        rows, size = _rows(directory, contents), size_text(contents.nbytes)
-        return f"  {self.namespace[:8]}: {called}{version}: {length}, {rows:,} rows, {size}"
-
-    def call(self, path: str, others: Sequence[Kept], *, partial: bool = False) -> str:
-        """The Python code that serves it from a folder that also has `others`."""
-        options = ""
-        if others:
-            alike = [one for one in others if one.name == self.name]
-            is_named = self.name is not None and not [o for o in alike if o.version == self.version]
-            options = f", name={self.name if is_named else self.namespace[:8]!r}"
-            options += f", version={self.version!r}" if is_named and alike else ""
-        options += ", keys=keys" if self.has_keys else ""
-        return f"CachedDataset(None, {path!r}{options}{', partial=True' if partial else ''})"
+        size = size_text(directory.contents(self.namespace).nbytes)
+        return f"  {self.namespace[:8]}: {called}{version}: {length}, {size}"
 
 
 def kept_in(directory: CacheDirectory) -> list[Kept]:
@@ -195,7 +180,9 @@ def chosen(directory: CacheDirectory, name: str | None, version: str | int | Non
     if len(fitting) == 1:
         return fitting[0]
     if not there:
-        raise OptionError(f"{directory.path!r} has no samples of a dataset: it has {_others(directory)}")
+        raise OptionError(
+            f"{directory.path!r} has no samples of a dataset; `torchcache2 ls` says what it has"
+        )
     wanted = "" if name is None else f" of name={name!r}"
     wanted += "" if version is None else f" of version={version!r}"
     shown = fitting or there
@@ -220,33 +207,6 @@ def ranges_text(indices: Positions) -> str:
 
 def _text_of(value: Any) -> str | None:
     return value if isinstance(value, str) else None
-
-
-def _rows(directory: CacheDirectory, contents: Contents) -> int:
-    """How many rows the readable segments of a namespace have."""
-    count, descriptors = 0, Descriptors(directory.fs)
-    for info in contents.segments:
-        path = os.path.join(directory.path, contents.namespace, info.name)
-        try:
-            count += len(Segment.open(directory.fs, descriptors, path, limit=_ANY, structured=False))
-        except (OSError, UnreadableError, OptionError):
-            continue
-    return count
-
-
-def _others(directory: CacheDirectory) -> str:
-    """The content of a folder without samples, in words."""
-    kinds, unknown = dict[str, None](), 0
-    for one in directory.scan():
-        kind = directory.fingerprint(one.namespace).get("class")
-        if isinstance(kind, str) and kind:
-            kinds[kind] = None
-        else:
-            unknown += 1
-    parts = [f"rows of {listed(list(kinds))}"] if kinds else []
-    if unknown:
-        parts.append(f"{unknown:,} namespaces whose fingerprint.json does not say what they are")
-    return " and ".join(parts) or "no rows at all"
 
 
 _MOST_REASONS = 3
@@ -439,7 +399,7 @@ class ServedRecipe(Recipe):
                 kept = chosen_remotely(opening, *called, ServedStore.patience)
                 kept.check_keys(options["keys"])
                 stack.pop_all()
-        sample_keys = SampleKeys(options["keys"], kept.length)
+        sample_keys = SampleKeys(options["keys"], kept.length).of_views(kept.views)
         kept = dataclasses.replace(kept, length=sample_keys.length)
         fingerprint = from_document(kept.namespace, kept.document)
         return cls(
@@ -483,7 +443,7 @@ class ServedRecipe(Recipe):
         """Raise `NotCachedError`, as these samples could not be loaded again."""
         place, namespace = self.place, self.identity.namespace.hex()
         raise NotCachedError(
-            f"clear() would delete the samples of {self.title} in {place}, which nothing here could load "
+            f"this would delete the samples of {self.title} in {place}, which nothing here could load "
             f"again, so nothing was deleted. To delete them anyway, run `torchcache2 rm {place} "
             f"{namespace}`"
         )

@@ -13,6 +13,7 @@ import os
 import struct
 import time
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -50,6 +51,11 @@ class Tally:
 
     Safe under threads and fork. A pickle is a handle: it finds the counts as long as the pickling process
     lives; otherwise it begins new ones, and `is_new`.
+
+    Attributes
+    ----------
+    bypasses : Counter of str
+        Samples of which a map has made what was not kept, by reason; in this process, which runs it.
     """
 
     is_new = True
@@ -58,7 +64,7 @@ class Tally:
         self._begin(_region())
 
     def _begin(self, region: Region | None) -> None:
-        self._region = region
+        self._region, self.bypasses = region, Counter[str]()
         size = (_PROCESSES + 1) * _WORDS
         words = np.zeros(size, np.int64) if region is None else region.array("<i8", 0, size)
         self._table = words.reshape(_PROCESSES + 1, _WORDS)
@@ -219,7 +225,7 @@ class DatasetStats(CacheStats):
         Samples found in memory, on disk (or in its bucket), and on servers; `hits` is their sum.
     misses : int
         Samples that were loaded and offered to the cache. Loaded samples that may not or cannot be stored are
-        `bypasses`, by reason: ``"random"`` and ``"refused"``.
+        `bypasses`, by reason: ``"random"``, ``"refused"``, and those of `map` in this process.
     """
 
     __module__ = "torchcache2"
@@ -236,8 +242,9 @@ class DatasetStats(CacheStats):
         return [(name, f"{hits}: {where}" if self.disk_hits or self.remote_hits else hits), *others]
 
     @classmethod
-    def of(cls, counts: Mapping[str, int], tiers: Mapping[str, int]) -> DatasetStats:
-        """From the counts of a `Tally` and of the tiers."""
+    def of(cls, tally: Tally, tiers: Mapping[str, int]) -> DatasetStats:
+        """From a `Tally` and the counts of the tiers."""
+        counts = tally.total()
         where = {name: counts[name] for name in ("memory_hits", "disk_hits", "remote_hits")}
         hits = sum(where.values())
         seconds, spent = counts["nanoseconds"] / 1e9, counts["spent"] / 1e9
@@ -246,7 +253,7 @@ class DatasetStats(CacheStats):
         return cls(
             hits=hits,
             misses=loaded,
-            bypasses={name: counts[name] for name in ("random", "refused") if counts[name]},
+            bypasses=dict(tally.bypasses + Counter({name: counts[name] for name in ("random", "refused")})),
             **where,
             verified=counts["verified"],
             mismatched=counts["mismatched"],

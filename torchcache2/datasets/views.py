@@ -41,7 +41,7 @@ class Views(Dataset[Any]):
 
 def seeded(name: tuple[Any, ...], function: Callable[..., Any], *args: Any) -> Any:
     """Call a function under generators that are seeded by a name; they then go on from where they were."""
-    number, before = xxh3_64_intdigest(repr(name).encode()), RandomState([])
+    number, before = _seed(name), RandomState([])
     try:
         random.seed(number)
         np.random.seed(number & (2**32 - 1))
@@ -49,3 +49,12 @@ def seeded(name: tuple[Any, ...], function: Callable[..., Any], *args: Any) -> A
         return function(*args)
     finally:
         before.restore()
+
+
+def generator(name: tuple[Any, ...]) -> torch.Generator:
+    """A generator that is seeded by a name."""
+    return torch.Generator().manual_seed(_seed(name) >> 1)
+
+
+def _seed(name: tuple[Any, ...]) -> int:
+    return xxh3_64_intdigest(repr(name).encode())

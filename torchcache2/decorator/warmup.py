@@ -369,6 +369,12 @@ def _of_loader(loader: DataLoader[Any], where: Place) -> Share:
         return Share(_with(loader, dataset=stream), *_counts(dataset, where))
     if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
         # The composition of batches may matter, such as for padding: all ranks must make the same batches.
+        if isinstance(loader.batch_sampler, Sized):
+            random = RandomState([])
+            made = list(islice(loader.batch_sampler, len(loader.batch_sampler)))
+            random.restore()  # what it drew, it draws once more in the caller's own loop
+            own = made[where.rank :: where.world_size]
+            return Share(_with(loader, batch_sampler=own), sum(map(len, own)), sum(map(len, made)))
         return Share(_with(loader, batch_sampler=_Turns(loader.batch_sampler, where)), None, None)
     if isinstance(sampler, (SequentialSampler, RandomSampler)):
         indices: Any = range(len(dataset))  # type: ignore[arg-type]

@@ -19,11 +19,24 @@ import os
 import time
 from collections.abc import Callable, Iterator
 
+import numpy as np
 from filelock import FileLock
 
+from torchcache2.core.errors import DamagedError, OptionError, UnreadableError
+from torchcache2.core.keys import Array, Keys
+from torchcache2.files.codec import Codec
 from torchcache2.files.directory import FINGERPRINT, CacheDirectory, Contents, is_left_over
-from torchcache2.files.filesystem import Descriptor, FileInfo, FileSystem, StrangeFileError, open_to_lock
-from torchcache2.files.layout import HEAD
+from torchcache2.files.filesystem import (
+    Descriptor,
+    Descriptors,
+    FileInfo,
+    FileSystem,
+    StrangeFileError,
+    open_to_lock,
+    ulid,
+)
+from torchcache2.files.layout import HEAD, SEGMENT
+from torchcache2.files.segment import Batch, Segment, empty_columns, encode, rows_of, write
 
 _PATIENCE = 10.0  # seconds
 _CLAIMS, _BETWEEN_CLAIMS = 3, 0.005  # seconds
@@ -99,6 +112,54 @@ def remove_namespace(directory: CacheDirectory, namespace: str, *, force: bool =
         if removal.error is not None:
             raise removal.error
     return is_free
+
+
+def keep_rows(directory: CacheDirectory, keys: Keys, codec: Codec, library: str) -> int | None:
+    """Delete the rows of a namespace that have none of these keys; returns how many.
+
+    None if a process uses the namespace, and nothing was deleted. Of a file that has both, the other rows are
+    written anew first, by this version of the `library`. A file that cannot be read whole stays as it is.
+    """
+    folder, kept, count = directory.folder(keys.namespace), np.unique(keys.words[:, 0]), 0
+    with deleting(directory), claimed(directory, keys.namespace.hex()) as claim:
+        contents = directory.contents(keys.namespace.hex())
+        if claim is False or (claim is None and contents.others):
+            return None
+        removal = Removal(directory, math.inf)
+        for info in [*contents.segments]:
+            path = os.path.join(folder, info.name)
+            try:
+                segment = Segment.open(directory.fs, Descriptors(directory.fs), path, limit=1 << 62)
+                assert segment.keys is not None
+                # One of the two words tells keys apart: if it ever does not, a row more is kept.
+                is_kept = np.isin(segment.keys.view("<u8")[:, 0], kept)
+                if is_kept.all():
+                    continue
+                batches = _batches(segment, np.flatnonzero(is_kept)) if is_kept.any() else []
+            except (FileNotFoundError, UnreadableError, OptionError):
+                continue
+            if batches:
+                write(directory.fs, folder, ulid() + SEGMENT, encode(batches, codec, library=library))
+            removal.file(contents, info)
+            count += int((~is_kept).sum())
+        for info in contents.runs if count else ():  # they name files that are gone
+            removal.file(contents, info)
+        if removal.error is not None:
+            raise removal.error
+    return count
+
+
+def _batches(segment: Segment, rows: Array) -> list[Batch]:
+    """Some rows of a segment, with their keys; `DamagedError` if one is damaged."""
+    assert segment.keys is not None
+    batches = []
+    for schema, which in segment.schemas(rows):
+        some, columns = rows[which], empty_columns(schema, len(which))
+        if not segment.read(some, columns, np.arange(len(some))):
+            raise DamagedError("a row differs from its checksum")
+        keys = Keys(segment.layout.namespace, segment.keys[some])
+        batches.append((keys, rows_of(schema, columns, len(some))))
+    return batches
 
 
 def remove_leftovers(directory: CacheDirectory, namespace: str | None = None) -> None:
