@@ -276,7 +276,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         ours, before = self._generators[0], self._generators[0].get_state()
-        drawn = map(list, iter(self._order.batch_sampler))
+        drawn = map(list, iter(self._order.batch_sampler or ()))
         iter(self._seeding)
         if not self._resumes:
             self._done = 0
