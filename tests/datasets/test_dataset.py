@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, random_split
 
 from tests.helpers.datasets import Batched, Counted, memory_of, noted, same, sample_of
-from tests.helpers.storage import segments, warnings_of
+from tests.helpers.storage import warnings_of
 from torchcache2 import CachedDataset
 from torchcache2.core.errors import NotCachedError, OutputError
 from torchcache2.datasets.store import Store
@@ -802,37 +802,7 @@ def test_memory_and_descriptors_go_with_the_dataset():
     assert len(os.listdir("/proc/self/fd")) <= before and threading.active_count() == threads
 
 
-def test_samples_take_nothing_of_dev_shm():
-    def mapped():
-        with open("/proc/self/maps") as file:
-            return [line.split()[-1] for line in file if "/dev/shm" in line]
-
-    before = mapped()
-    cached = CachedDataset(Batched(500, "large"), memory_size="20MB")
-    cached.__getitems__(list(range(500)))
-    assert cached.stats().memory_bytes > 500 * 2700
-    assert mapped() == before
-    cached.close()
-
-
 # Many samples
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ragged", "coco"])
-def test_many_samples_are_few_files(path, kind):
-    count = {"ragged": 100_000, "coco": 50_000}[kind] if SOAK else 1000
-    for run in range(2):
-        with contextlib.closing(CachedDataset(Batched(count, kind), path, memory_size="200kB")) as cached:
-            order = np.random.default_rng(run).permutation(count)
-            for indices in np.array_split(order, count // 64):
-                for index, sample in zip(
-                    indices.tolist(), cached.__getitems__(indices.tolist()), strict=True
-                ):
-                    same(sample, sample_of(index, kind))
-            assert cached.stats().misses == (0 if run else count)
-            assert cached.missing().tolist() == []
-    assert len(segments(path)) <= 40
 
 
 # What users do to it

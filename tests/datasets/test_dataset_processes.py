@@ -464,16 +464,6 @@ def test_processes_count_together_whatever_files_are_closed():
     assert tally.total()["misses"] == 2 + 3 * many
 
 
-def test_all_count_together_whatever_row_is_left(monkeypatch):
-    monkeypatch.setattr("torchcache2.datasets.tally._PROCESSES", 8)
-    tally = Tally()
-    openings = [tally, *(pickle.loads(pickle.dumps(tally)) for _ in range(8))]
-    for number, opening in enumerate(openings):
-        opening.add(misses=1)
-        assert opening.total()["misses"] == number + 1
-    assert not tally.is_random and tally.drops == 0 and tally.is_first("anything")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("ends", ["leaves", "is killed", "stays"])
 def test_who_drops_waits_for_who_writes(monkeypatch, ends):

@@ -1,13 +1,12 @@
 """`LazyShardDataset`: a rank gets its samples, and finds them again, in one process and in several."""
 
-import copy
 import json
 import os
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Subset
+from torch.utils.data import ConcatDataset, Subset
 
 from tests.helpers import warm
 from tests.helpers.gloo import run_ranks
@@ -77,17 +76,6 @@ def test_a_sample_is_that_of_the_dataset_and_is_loaded_once(shard):
     assert dataset.stats().misses == 25 and dataset.stats().hits == 50
 
 
-def test_a_loader_gets_the_samples_in_batches(shard):
-    source = Source()
-    dataset = shard(source, rank=0, num_replicas=4, shuffle=True)
-    for epoch in range(2):
-        dataset.set_epoch(epoch)
-        batches = list(DataLoader(dataset, batch_size=10))
-        assert [len(batch) for batch in batches] == [10, 10, 5]
-        assert numbers(torch.cat(batches)) == dataset.indices.tolist()
-    assert sorted(source.loaded) == sorted(dataset.indices.tolist())
-
-
 def test_places_are_ints_of_any_kind_and_count_from_the_end_too(shard):
     dataset = shard(rank=1, num_replicas=4)
     wanted = dataset.indices
@@ -103,13 +91,6 @@ def test_places_are_ints_of_any_kind_and_count_from_the_end_too(shard):
         dataset[1.0]
     assert numbers(Subset(dataset, [2, 0])) == [wanted[2], wanted[0]]
     assert len(ConcatDataset([dataset, dataset])) == 50
-
-
-def test_indices_are_a_copy(shard):
-    dataset = shard(rank=1, num_replicas=4)
-    wanted = dataset.indices.tolist()
-    dataset.indices[:] = 0
-    assert dataset.indices.tolist() == wanted and dataset.indices.dtype == np.int64
 
 
 def test_other_attributes_are_the_datasets(shard):
@@ -129,17 +110,6 @@ def test_the_order_changes_by_epoch_if_it_is_shuffled(shard, shuffle):
     assert (dataset.indices.tolist() != first) == shuffle
     dataset.set_epoch(0)
     assert dataset.indices.tolist() == first
-
-
-def test_a_copy_has_an_epoch_of_its_own(shard):
-    dataset = shard(shuffle=True)
-    dataset.set_epoch(2)
-    other = copy.deepcopy(dataset)
-    dataset.set_epoch(3)
-    assert other.indices.tolist() != dataset.indices.tolist()
-    other.set_epoch(3)
-    assert other.indices.tolist() == dataset.indices.tolist()
-    other.close()
 
 
 def test_machines_are_dealt_anew_and_find_what_another_rank_has_loaded(shard, monkeypatch):
@@ -178,12 +148,6 @@ def test_ranks_and_runs_share_a_folder(shard, path):
     assert numbers(again) == list(range(100))
     assert sorted(source.loaded) == list(range(100))
     assert again.cache_dir == path
-
-
-def test_zero_as_a_share_turns_a_level_off(shard, path):
-    dataset = shard(None, path, memory_size=0.0, disk_size=0.0)
-    assert numbers(dataset) == numbers(dataset) == list(range(100))
-    assert not path.exists()
 
 
 class Array:
@@ -234,10 +198,6 @@ def test_overflow_bounds_the_shard_by_what_fits_and_tells_once(shard, log, overf
             f"LazyShardDataset: rank 0 leaves out {100 - expected} of 100 samples: overflow={overflow}, and "
             "2.5 kB have room for about 25 samples of 100 B"
         ]
-
-
-def test_a_folder_that_lasts_has_what_memory_has_too(shard, path):
-    assert len(shard(None, path, memory_size=1000, disk_size=1500, overflow=0)) == 15
 
 
 def test_the_ranks_of_a_machine_divide_its_room(shard, monkeypatch):
@@ -303,14 +263,6 @@ def test_a_shard_that_is_too_small_is_an_error_with_the_numbers(shard, options, 
         shard(rank=0, num_replicas=4, **options)
 
 
-def test_every_rank_has_min_elements_or_all_raise(shard):
-    assert len(shard(rank=3, num_replicas=4, min_elements=25)) == 25
-    for rank in range(3):  # 34, 33 and 33 samples
-        with pytest.raises(OptionError, match="min_elements=34"):
-            shard(rank=rank, num_replicas=3, min_elements=34)
-        assert len(shard(rank=rank, num_replicas=3, min_elements=34, even="repeat")) == 34
-
-
 @pytest.mark.parametrize(
     ("even", "lengths"), [(None, [34, 33, 33]), ("drop", [33] * 3), ("repeat", [34] * 3)]
 )
@@ -339,28 +291,6 @@ def test_warmup_loads_this_ranks_samples_and_missing_are_places_in_the_shard(sha
     assert len(source.loaded) < 100 and torch.equal(ranks[1][5], found)
 
 
-def test_the_datasets_attributes_cannot_be_set_as_nothing_would_come_of_it(shard):
-    dataset = shard()
-    with pytest.raises(AttributeError, match="classes is an attribute of the cached dataset"):
-        dataset.classes = ()
-    with pytest.raises(AttributeError):
-        dataset.indices = []
-    dataset.note = 7
-    assert dataset.note == 7
-
-
-def test_memory_that_cannot_be_shared_is_told(shard, log, monkeypatch):
-    def refused(tensor):
-        raise RuntimeError("unable to open shared memory object")
-
-    monkeypatch.setattr(torch.Tensor, "share_memory_", refused)
-    dataset = shard(shuffle=True)
-    dataset.set_epoch(1)
-    assert sorted(dataset.indices.tolist()) == list(range(100))
-    (said,) = [record.getMessage() for record in log if record.levelname == "WARNING"]
-    assert said.startswith("set_epoch will not reach persistent workers, as memory cannot be shared: unable")
-
-
 # Options
 
 
@@ -368,27 +298,16 @@ def test_memory_that_cannot_be_shared_is_told(shard, log, monkeypatch):
     ("options", "message"),
     [
         ({"rank": 1}, "rank=1, num_replicas=None: give both, or none"),
-        ({"num_replicas": 2}, "rank=None, num_replicas=2: give both, or none"),
         ({"rank": 2, "num_replicas": 2}, "rank=2, num_replicas=2: expected ints, and a rank from 0 to"),
-        ({"rank": -1, "num_replicas": 2}, "rank=-1, num_replicas=2: expected ints"),
         ({"rank": 0.0, "num_replicas": 2}, r"rank=0\.0, num_replicas=2: expected ints"),
-        ({"rank": 0, "num_replicas": 0}, "rank=0, num_replicas=0: expected ints"),
         ({"mode": "all"}, "mode='all': expected 'rank', 'node' or 'disk'"),
         ({"even": "pad"}, "even='pad': expected None, 'drop' or 'repeat'"),
-        ({"even": True}, "even=True: expected None"),
         ({"seed": -1}, r"seed=-1: expected an int from 0 to 2\*\*64 - 1"),
-        ({"seed": 2**64}, "seed=18446744073709551616: expected an int"),
-        ({"seed": None}, "seed=None: expected an int"),
         ({"overflow": -0.1}, r"overflow=-0\.1: expected None, or a number from 0 on"),
-        ({"overflow": float("nan")}, "overflow=nan: expected None"),
-        ({"overflow": "1"}, "overflow='1': expected None"),
         ({"min_elements": -1}, "min_elements=-1: expected an int from 0 on"),
-        ({"min_elements": 1.5}, r"min_elements=1\.5: expected an int from 0 on"),
         ({"memory_size": -1}, "memory_size=-1: expected bytes as an int"),
-        ({"memory_size": 1.5}, r"memory_size=1\.5: expected bytes as an int"),
         ({"disk_size": "much"}, "disk_size='much': expected bytes as an int"),
         ({"mode": "disk"}, "mode='disk' keeps samples on the disk only: give it a cache_dir, or a disk_size"),
-        ({"mode": "disk", "cache_dir": "here", "disk_size": 0}, "mode='disk' keeps samples on the disk only"),
         ({"cache_dir": "here", "disk_cache_path": "there"}, "cache_dir='here' and disk_cache_path='there'"),
         ({"compress": True}, "compress"),
         (

@@ -110,16 +110,6 @@ def test_missing_keys_are_loaded_together(options):
                 loader.get_many([1], **functions)
 
 
-def test_ints_of_arrays_and_tensors_are_ints():
-    load = Function()
-    with CacheLoader("local", "test", memory_size="1MB") as loader:
-        for key in (np.int64(7), torch.tensor(7), np.array(7, np.uint8), 7, np.arange(9)[7]):
-            same(loader.get(key, load), ("value of", 7))  # not what another one would have
-        assert loader.get_many(np.array([7, 8]), load) == [("value of", 7), ("value of", 8)]
-        same(loader.get(np.str_("a\0"), load), ("value of", "a\0"))
-        assert load.asked == [7, 8, "a\0"]
-
-
 @pytest.mark.parametrize(
     "key",
     [None, 1.0, (1, 0.5), [1], torch.tensor([1]), {"a": 1}, object()],
@@ -133,15 +123,6 @@ def test_other_keys_are_errors(key):
         with pytest.raises(TypeError):
             loader.get_many([1, key], load)
         assert load.asked == []
-
-
-def test_other_mistakes_are_errors():
-    with CacheLoader("local", "test", memory_size="1MB") as loader:
-        with pytest.raises(TypeError, match="load_fn is of type int: expected a callable"):
-            loader.get("key", 7)
-        for keys in ("key", b"key"):
-            with pytest.raises(TypeError, match="expected a list of keys; get takes one"):
-                loader.get_many(keys, Function())
 
 
 def test_none_is_a_value(options):
@@ -229,23 +210,6 @@ def test_threads_share_a_loader(options):
         list(threads.map(read, range(4)))
         stats = loader.stats()
         assert loader.num_keys() == 30 and stats.misses + stats.hits == 120
-
-
-def test_the_function_is_not_part_of_the_key(path):
-    with CacheLoader("local", "test", cache_dir=path, memory_size=0) as loader:
-        assert [loader.get(1, str), loader.get(1, float)] == ["1", "1"]
-    with CacheLoader("local", "test", cache_dir=path, memory_size=0, version=2) as loader:
-        assert loader.get(1, float) == 1.0
-
-
-def test_a_later_run_finds_what_is_in_a_folder(path):
-    load = Function()
-    for _ in range(2):
-        with CacheLoader("local", "kept", cache_dir=path, memory_size="1MB") as loader:
-            loader.get_many(KEYS, load)
-            assert loader.num_keys() == len(KEYS)
-            assert repr(loader) == f"<CacheLoader 'kept' in {path}>"
-    assert len(load.asked) == len(KEYS)
 
 
 class OfLoader(torch.nn.Module):

@@ -23,10 +23,7 @@ from tests.helpers.storage import segments, warnings_of
 from torchcache2 import CachedDataset, CacheLoader, LazyShardDataset, MissingSampleError, OptionError
 from torchcache2.cli.commands import run as commanded
 from torchcache2.core.errors import NotCachedError
-from torchcache2.core.keys import filled, int_keys
-from torchcache2.datasets.identity import keys_of
 from torchcache2.datasets.served import ranges_text
-from torchcache2.engine.values.samples import Samples
 from torchcache2.files.filesystem import FileSystem
 
 SOAK = bool(os.environ.get("SOAK"))
@@ -231,18 +228,6 @@ def test_which_dataset_of_a_folder_is_meant(path):
                 pass
 
 
-def test_datasets_of_one_name_are_told_apart_by_their_lengths(path):
-    for count in (40, 60):
-        with contextlib.closing(CachedDataset(Batched(count, "coco"), path, name="scans")) as cached:
-            cached.warmup()
-    text = error_of(path, name="scans", kind=OptionError)
-    assert "2 datasets of name='scans'" in text
-    for count in (40, 60):
-        (line,) = [line for line in text.splitlines() if f"{count} samples, " in line]
-        with contextlib.closing(CachedDataset(None, path, name=line.split(":")[0].strip())) as cached:
-            assert len(cached) == count and cached[count - 1]["image_id"] == count - 1
-
-
 def test_a_class_is_a_name_too(path):
     fill(path, name="first")
     with CacheLoader("local", "loader", cache_dir=path, memory_size=0) as loader:
@@ -327,24 +312,6 @@ def test_ranges():
         ([0, 2, 4, 6, 8, 10, 11], "0, 2, 4, 6, 8, …"),
     ]:
         assert ranges_text(np.array(numbers)) == text
-
-
-@pytest.mark.slow
-def test_a_million_samples_are_checked_in_seconds(path):
-    count = 1_000_000 if SOAK else 100_000
-    keys, name = int_keys(bytes(16), np.arange(count)).data, {"name": "many", "compression": "none"}
-    assert filled(count, [keys[: count * 6 // 10], keys[count * 3 // 10 : count * 6 // 10]]) == 0.6
-    strange = keys_of(bytes(16), ["0", b"1", -1, 2**70]).data
-    assert filled(4, [strange]) == 0.0 and filled(2**60, [keys]) > 0.0 and filled(0, []) == 1.0
-    with contextlib.closing(CachedDataset(range(count), path, memory_size=0, **name)) as cached:
-        ((_, one),) = Samples().to_rows([7]).parts
-        levels = cached._store.levels
-        for some in np.array_split(np.arange(count), 10):
-            rows = one.take(torch.zeros(len(some), dtype=torch.int64))
-            levels.keep(int_keys(levels.namespace, some), rows)
-    start = time.process_time()
-    with served(path) as cached:
-        assert time.process_time() - start < (10.0 if SOAK else 1.0) and cached[count - 1] == 7
 
 
 def test_beside_a_writer(path):

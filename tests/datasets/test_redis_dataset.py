@@ -6,7 +6,6 @@ import pickle
 
 import numpy as np
 import pytest
-import torch
 from torch.utils.data import DataLoader
 
 from tests.helpers import warm
@@ -14,7 +13,7 @@ from tests.helpers.datasets import Batched, Counted, noted, same, sample_of
 from tests.helpers.redis import PASSWORD, PROGRAMS, RedisServer, names
 from tests.helpers.storage import NEVER, wait_until, warnings_of
 from torchcache2 import CachedDataset, CacheLoader, LazyShardDataset
-from torchcache2.core.errors import OptionError, OutputError
+from torchcache2.core.errors import OptionError
 
 SOAK = bool(os.environ.get("SOAK"))
 COUNT = 40
@@ -110,16 +109,6 @@ def test_warmup_clear_flush_and_names(server):
     other.close()
 
 
-def test_what_changes_behind_the_cache_is_found_by_verify(server, log):
-    values = [1]
-    dataset = cached_on(server, values, name="values", verify=1.0, allow_random=True)
-    assert [dataset[0], dataset[0]] == [1, 1]
-    values[0] = 2
-    assert dataset[0] == 2 and dataset.stats().mismatched == 1
-    assert len(dataset.missing()) == 1 and "the cached sample at" in warnings_of(log)[0].getMessage()
-    dataset.close()
-
-
 def test_samples_are_compressed(server):
     sizes = []
     for codec in ("none", "brotli"):
@@ -132,36 +121,6 @@ def test_samples_are_compressed(server):
         client.flushall()
         client.close()
     assert sizes[0] > 800_000 and sizes[1] < 10_000
-
-
-class Random(Counted):
-    def __getitem__(self, index):
-        return torch.rand(3)
-
-
-class Odd(Counted):
-    def __getitem__(self, index):
-        return {1} if index == 0 else index
-
-
-def test_what_is_not_cached_elsewhere_is_not_cached_here(server, log):
-    dataset = cached_on(server, Random(COUNT))
-    assert not torch.equal(dataset[1], dataset[1])
-    dataset.flush()
-    assert keys_on(server) == 0 and "it draws random numbers" in dataset.explain()
-    dataset.close()
-    log.clear()
-    with CacheLoader(hosts=server.url, key_prefix="of others") as loader:
-        loader.get(1, str)
-        loader.flush()
-        dataset = cached_on(server, Odd(COUNT))
-        with pytest.raises(OutputError, match="set"):
-            dataset[0]
-        assert (dataset[1], dataset[0]) == (1, {1})
-        dataset.close()
-    assert [record.getMessage().partition(":")[2][:30] for record in warnings_of(log)] == [
-        " some samples cannot be cached:"[:30]
-    ]
 
 
 def test_a_dataset_that_cannot_be_read_needs_a_name(server, tmp_path):
@@ -260,13 +219,6 @@ def test_no_password_is_in_any_text(server, log, capfd, tmp_path):
     texts += capfd.readouterr()
     assert all(PASSWORD not in text for text in texts)
     assert repr(loader) == f"<CacheLoader 'test' on {server.name}>"
-
-
-def test_an_option_of_the_dataset_says_where_to_put_redis():
-    with pytest.raises(OptionError, match="To keep samples on a server, pass backend='redis'"):
-        CachedDataset([1], "redis")
-    with pytest.raises(OptionError, match="not in both"):
-        CachedDataset([1], "folder", backend="redis", hosts="redis://host")
 
 
 def test_a_server_that_is_not_there_costs_a_warning(log):

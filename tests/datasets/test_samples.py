@@ -31,7 +31,6 @@ from torchcache2.engine.values.packed import pack, unpack
 from torchcache2.engine.values.samples import Samples, from_rows, rebuilder
 from torchcache2.files.schema import schema_from_json, schema_to_json
 from torchcache2.tiers.memory.tier import MemoryTier
-from torchcache2.tiers.shared.tier import SharedTier
 
 SOAK = bool(os.environ.get("SOAK"))
 
@@ -272,15 +271,6 @@ def test_damaged_bytes_are_refused_or_a_sample(sample, data):
             pack(unpack(bytes(other)))
 
 
-@settings(max_examples=200 if SOAK else 50)
-@given(
-    st.lists(st.one_of(st.sampled_from(list(b"NTFiIfcsbltdonuRAGXPVCK")), st.integers(0, 255)), max_size=40)
-)
-def test_garbage_is_refused_or_a_sample(data):
-    with contextlib.suppress(UnreadableError):
-        unpack(b"\x01" + bytes(data))
-
-
 # What the bytes are.
 
 GOLDEN = [
@@ -471,29 +461,6 @@ def test_the_deepest_value_is_packed_and_a_deeper_one_is_refused():
     assert "nested more than" in str(Samples().to_rows([value]).refused[0])
 
 
-def nested_key(depth):
-    key = ()
-    for _ in range(depth):
-        key = (key,)
-    return key
-
-
-@pytest.mark.parametrize("around", [0, 1, 50])
-def test_the_deepest_key_is_packed_and_a_deeper_one_is_refused(around):
-    for depth in range(95, 105):
-        value = {nested_key(depth - around): None}
-        for _ in range(around):
-            value = [value]
-        if depth < 100:
-            same(value, unpack(pack(value)))
-            same(value, one(value))
-        else:
-            with pytest.raises(UnstorableError, match=r"nested more than 100 deep|key of type tuple"):
-                pack(value)
-    with pytest.raises(UnstorableError, match="key of type tuple"):
-        pack({nested_key(5000): None})
-
-
 HONEST = [
     np.zeros((2, 3), ">f4"),
     np.float32(1),
@@ -611,36 +578,6 @@ def test_structures_after_the_first_sixteen_are_packed():
 
 
 @pytest.mark.parametrize(
-    ("sample", "leaves"),
-    [
-        (list(range(512)), ["tensor"]),
-        ((1.5, 2.5), ["tensor"]),
-        ([True] * 20, ["tensor"]),
-        ([1, 2.5], ["int", "float"]),
-        ([1, 2.5] * 9, ["bytes"]),
-        ([2**63], ["bytes"]),
-        (2**63, ["bytes"]),
-        (2**63 - 1, ["int"]),
-        ({1: "a"}, ["bytes"]),
-        ({"a": "b"}, ["str"]),
-        ({str(i): None for i in range(64)}, ["none"] * 64),
-        ({str(i): None for i in range(65)}, ["bytes"]),
-        ([None] * 16, ["none"] * 16),
-        ([None] * 17, ["bytes"]),
-        ({"image": torch.zeros(2), "boxes": [[1.0, 2.0]] * 17}, ["tensor", "bytes"]),
-        ([[[None] * 16] * 16] * 2, ["bytes"]),
-        ([], []),
-        ({}, []),
-    ],
-    ids=str,
-)
-def test_how_many_leaves_a_sample_has(sample, leaves):
-    ((_, rows),) = Samples().to_rows([sample]).parts
-    assert [leaf.kind for leaf in rows.schema.leaves] == leaves
-    same(sample, one(sample))
-
-
-@pytest.mark.parametrize(
     ("a", "b"),
     [
         ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
@@ -670,28 +607,6 @@ def test_samples_that_compare_equal_are_told_apart_in_a_tier(a, b):
         for positions, rows in tier.get(keys).parts:
             found |= zip(positions.tolist(), from_rows(rows), strict=True)
         same(order, [found[0], found[1]])
-
-
-@pytest.mark.parametrize("kind", ["disk", "shared"])
-def test_samples_that_another_process_would_find(make, tmp_path, kind):
-    def tier():
-        return make() if kind == "disk" else SharedTier(b"a job of samples", 10**8, folder=str(tmp_path))
-
-    batch = [everything() | {"n": i, "s": "a" * (i % 3)} for i in range(20)]
-    batch += [np.float64(3), "text", None, PIL.Image.new("1", (9, 2)), Point(1, [torch.zeros(1)])]
-    batch += [(), {}, [], "", b""]
-    keys = Keys(NAMESPACES[0], np.frombuffer(b"".join(map(key_of, range(30))), np.uint8).reshape(-1, 16))
-    first, found = tier(), {}
-    for positions, rows in Samples().to_rows(batch).parts:
-        assert first.put(keys.take(positions), rows) == len(positions)
-    first.flush()
-    second = tier()
-    for positions, rows in second.get(keys).parts:
-        found |= zip(positions.tolist(), from_rows(rows), strict=True)
-    for i, sample in enumerate(batch):
-        same(sample, found[i])
-    first.close()
-    second.close()
 
 
 # What cannot be stored.
@@ -762,11 +677,6 @@ def test_what_looks_like_a_sample_before_is_looked_at_all_the_same(change):
     change(other)
     batch = samples.to_rows([(torch.zeros(2), 1), (torch.zeros(2), 1), (other, 1), (torch.zeros(2), True)])
     assert list(batch.refused) == [2] and [len(rows) for _, rows in batch.parts] == [2, 1]
-
-
-def test_an_empty_batch():
-    batch = Samples().to_rows([])
-    assert batch.parts == [] and batch.refused == {}
 
 
 # Images from files, and tensor classes of torchvision.

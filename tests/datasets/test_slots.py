@@ -1,7 +1,6 @@
 """`SharedCache`: what stocaching's tests ask of it, and what it promises beyond that."""
 
 import copy
-import logging
 import math
 import os
 import pickle
@@ -14,7 +13,6 @@ import torch
 from tests.helpers import warm
 from tests.helpers.storage import files_in_memory, wait_until
 from torchcache2 import OptionError, SharedCache, get_shm_size
-from torchcache2.datasets import slots as reserve_module
 
 SOAK = bool(os.environ.get("SOAK"))
 
@@ -186,13 +184,6 @@ def test_sizes_below_zero_are_an_error(arguments):
         SharedCache(*arguments)
 
 
-def test_sizes_are_logged_and_not_printed(log, capsys):
-    SharedCache(LIMIT, LENGTH, DIMS)
-    assert [record.levelno for record in log] == [logging.INFO]
-    assert log[0].getMessage().startswith("SharedCache: 60 of 100 samples fit in ")
-    assert capsys.readouterr().out == ""
-
-
 def test_shm_size_is_in_whole_gib():
     status = os.statvfs("/dev/shm")
     assert get_shm_size() == int(status.f_bsize * status.f_blocks / GIB)
@@ -268,12 +259,6 @@ def test_a_slot_is_a_view_unless_a_copy_is_asked_for(cache):
     assert torch.equal(cache.get_slot(7), image(0) + 1) and torch.equal(own, image(0))
 
 
-def test_a_view_outlives_the_cache():
-    view = SharedCache(1, 4, (2,)).array
-    view.fill_(7)
-    assert view.tolist() == [[7, 7]] * 4
-
-
 def test_items_are_those_of_the_array_and_states_stay(cache):
     cache[-1] = image(0)
     assert torch.equal(cache[CACHED - 1], image(0)) and torch.equal(cache.array[-1], image(0))
@@ -335,13 +320,6 @@ def test_memory_is_taken_when_the_cache_is_made_and_given_back_after_it():
         os.fstat(descriptor)
 
 
-def test_dev_shm_is_not_used():
-    cache = SharedCache(0.05, 10**6, (1000,))
-    status = os.fstat(cache._region.descriptor)
-    assert status.st_dev != os.stat("/dev/shm").st_dev
-    assert status.st_nlink == 0  # it has no name in any folder
-
-
 def test_more_than_the_free_memory_is_an_error_that_says_what_to_do():
     with pytest.raises(MemoryError) as caught:
         SharedCache(10**6, 10**6, (10**9,))
@@ -372,21 +350,6 @@ def test_memory_that_a_limit_of_the_process_denies_is_an_error(limit):
     out = warm.run(LIMITED, limit).out
     assert out.startswith("a SharedCache of 214,748,") and "use a smaller" in out
     assert ("[Errno " in out) == (limit == "RLIMIT_FSIZE")  # the free address space is known beforehand
-
-
-def test_memory_that_is_not_there_when_it_is_reserved_is_an_error(monkeypatch):
-    def reserve(region, start, size):
-        reserved.append((start, size))
-        if start >= 2 << 20:
-            raise OSError(28, "No space left on device")
-
-    reserved = []
-    monkeypatch.setattr(reserve_module.Region, "reserve", reserve)
-    monkeypatch.setattr(reserve_module, "_STEP", 1 << 20)
-    monkeypatch.setattr(reserve_module, "free_memory", lambda device: None)
-    with pytest.raises(MemoryError, match=r"an unknown number are available \(\[Errno 28\]"):
-        SharedCache(1, 10, (1 << 20,))
-    assert reserved == [(n << 20, 1 << 20) for n in range(3)]
 
 
 def test_systems_that_have_no_files_in_memory_are_told(monkeypatch):
@@ -473,27 +436,6 @@ def test_workers_of_a_loader_share_the_slots(method, workers):
     assert len(process.words) == workers and process.err == ""
 
 
-POOLS = """
-import multiprocessing
-import torch
-from torchcache2 import SharedCache
-
-cache, value = SharedCache(0.001, 10, (3,)), torch.tensor([1, 2, 3], dtype=torch.uint8)
-context = multiprocessing.get_context("fork")
-for index in range(2):
-    with context.Pool(2) as pool:
-        pool.starmap(SharedCache.set_slot, [(cache, index, value + index), (cache, index + 5, value)])
-with context.Pool(2) as pool:
-    found = pool.starmap(SharedCache.get_slot, [(cache, index) for index in range(10)])
-print([None if one is None else one.tolist() for one in found])
-"""
-
-
-def test_processes_of_a_pool_get_the_cache_as_an_argument():
-    expected = [[1, 2, 3], [2, 3, 4], None, None, None, [1, 2, 3], [1, 2, 3], None, None, None]
-    assert warm.run(POOLS).out == f"{expected}\n"
-
-
 HEIRS = """
 import os, pickle
 import torch
@@ -561,41 +503,6 @@ print("end")
 
 def test_a_writer_that_is_killed_leaves_an_empty_slot_which_can_be_set_again():
     assert warm.run(KILLED).words == ["end"]
-
-
-AT_RANDOM = """
-import os, random, signal, time
-import torch
-from torchcache2 import SharedCache
-
-COUNT, SIZE = 8, 4_000_000
-cache = SharedCache(0.1, COUNT, (SIZE,))
-values = [torch.full((SIZE,), 1 + index, dtype=torch.uint8) for index in range(COUNT)]
-states = []
-for _ in range(20):
-    child = os.fork()
-    if child == 0:
-        while True:
-            for index, value in enumerate(values):
-                cache.set_slot(index, value, allow_overwrite=True)
-            cache.clear()
-    time.sleep(random.random() * 0.02)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    for index, value in enumerate(values):
-        found = cache.get_slot(index)
-        assert found is None or torch.equal(found, value), "a row that is not whole"
-        states.append(found is not None)
-        cache.set_slot(index, value, allow_overwrite=True)
-    cache.clear()
-print(sum(states), len(states))
-"""
-
-
-@pytest.mark.slow
-def test_writers_that_are_killed_at_any_time_leave_rows_that_are_whole():
-    there, looked_at = map(int, warm.run(AT_RANDOM).words)
-    assert 0 < there < looked_at
 
 
 EVERYWHERE = """

@@ -16,7 +16,7 @@ from tests.helpers import zoo
 from tests.helpers.outputs import namespace as hash_of
 from tests.helpers.outputs import warnings_in
 from tests.helpers.pairs import CODE, MODULES, PRELUDE, VALUES, holder, layer, times
-from torchcache2 import Cache, torchcache
+from torchcache2 import torchcache
 
 pytestmark = pytest.mark.usefixtures("without_grad")
 
@@ -324,28 +324,6 @@ def test_what_cannot_be_read_is_named_once_and_cached_here(name, log, elsewhere)
     other, warnings = elsewhere[name]
     assert warnings == 1
     assert other != module.cache_instance.module_hash
-
-
-def test_what_a_subclass_of_our_cache_computes_counts(log):
-    def kept(factor):
-        class Own(Cache):
-            def scaled(self, x):
-                return factor * x
-
-        return Own(bytes(16))
-
-    @torchcache
-    class Scaling(nn.Module):
-        def __init__(self, cache):
-            super().__init__()
-            self.cache = cache
-
-        def forward(self, x):
-            return self.cache.scaled(x)
-
-    x = torch.ones(3, 2)
-    assert equal(Scaling(kept(2))(x), 2 * x)
-    assert equal(Scaling(kept(3))(x), 3 * x)
 
 
 @pytest.mark.slow

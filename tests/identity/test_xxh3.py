@@ -126,27 +126,6 @@ def test_weights_have_the_digests_of_the_host(digests):
         assert watch.digests[name] == tensor_digest(tensor, content), name
 
 
-def test_one_folder_serves_runs_on_the_host_and_on_an_accelerator(digests, path, monkeypatch):
-    x = torch.randn(6, 3, 16, 16)
-
-    def run():
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Flatten(), nn.Linear(768, 32)).eval().requires_grad_(False)
-        net = torchcache(net, persistent=True, persistent_cache_dir=path)
-        with torch.no_grad():
-            output = net(x)
-        net.cache_instance.flush()
-        stats = net.cache_instance.stats()
-        net.cache_instance.close()
-        return output, stats.hits
-
-    first, hits = run()
-    assert hits == 0 and 6 in digests.started
-    monkeypatch.undo()
-    again, hits = run()
-    assert hits == 6 and torch.equal(first, again)
-
-
 def test_kernels_that_differ_from_xxhash_are_not_used(unchecked, monkeypatch, log):
     x = torch.randn(3, 100)
     right = xxhash.xxh3_128_digest(x[0].numpy().tobytes())

@@ -127,10 +127,10 @@ class CachedDataset(Keeper, Dataset[Any]):
     memory_size : int, str or float, optional
         How much memory samples may take, once for all processes of the machine: bytes, a text like ``"4GB"``,
         or a share of what is free now. 0: none. None: a share of 0.25, as workers need memory, too; but none
-        in front of a server.
+        in front of a server. An alias is ``memory_cache_size``.
     disk_size : int, str or float, optional
         How much the folder may take, as above. None: a share of 0.8 with a `cache_dir`, else 0. Without one,
-        a temporary folder takes samples that do not fit in memory.
+        a temporary folder takes samples that do not fit in memory. An alias is ``disk_cache_size``.
     name : str, optional
         A name that, with `version` and the length, if any, identifies the dataset; attributes and code are
         then not read. An alias is ``dataset_name``. Without a dataset: selects one of several in the folder,
@@ -420,23 +420,9 @@ class CachedDataset(Keeper, Dataset[Any]):
         Loader
             An iterable with `len`, `set_epoch`, `state_dict` and `load_state_dict`.
         """
+        given = {name: value for name, value in locals().items() if name != "self"}
         check({"num_workers": num_workers})
-        return Loader(
-            self,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            sampler=sampler,
-            batch_sampler=batch_sampler,
-            drop_last=drop_last,
-            generator=generator,
-            num_workers=num_workers,
-            collate_fn=collate_fn,
-            pin_memory=pin_memory,
-            device=device,
-            rank=rank,
-            world_size=world_size,
-            workers=workers,
-        )
+        return Loader(self, **given)
 
     def __repr__(self) -> str:
         return f"<CachedDataset {self._recipe.title} {self._recipe.identity.namespace.hex()}>"

@@ -114,6 +114,7 @@ class CacheLoader(Keeper):
     """
 
     __module__ = "torchcache2"
+    _has_prefix: bool
 
     def __init__(
         self,
@@ -206,10 +207,10 @@ class CacheLoader(Keeper):
             raise TypeError(f"keys is of type {type(keys).__name__}: expected a list of keys; get takes one")
         store, given = self._store, list(keys)
         wanted = [_index(key, _OF_LOADER) for key in given]
-        if not self._has_prefix:
+        if not self._has_prefix and store is not None:
             wanted = [_index((self._name(function), index), _OF_LOADER) for index in wanted]
         pairs = zip(wanted, given, strict=True)
-        key_of = {i: key if isinstance(key, tuple) else as_index(key) for i, key in pairs}
+        key_of: dict[Index, Any] = {i: key if isinstance(key, tuple) else as_index(key) for i, key in pairs}
         distinct, loaded = list(key_of), dict[Index, Any]()
 
         def load(index: Index) -> Any:

@@ -188,7 +188,11 @@ class Loader:
     ----------
     epoch : int
         The number of the next epoch.
+    are_variants : bool
+        Whether the sampler draws from all variants of samples.
     """
+
+    are_variants = False
 
     def __init__(
         self,
@@ -201,10 +205,8 @@ class Loader:
         rank: int | None,
         world_size: int | None,
         workers: dict[str, Any],
-        are_variants: bool = False,
         **order: Any,
     ) -> None:
-        self._are_variants = are_variants  # the sampler draws from all variants of samples
         self.dataset, self.num_workers, self.collate_fn = dataset, num_workers, collate_fn
         self.device = None if device is None else torch.device(device)
         is_cuda = self.device is not None and self.device.type == "cuda"
@@ -384,7 +386,7 @@ class _Reading:
         """Plan some more batches; False if there are none."""
         loader, recipe = self._loader, self._loader.dataset._recipe
         drawn = islice(self._drawn, self._together)
-        if loader._are_variants:
+        if loader.are_variants:
             batches = [as_array(one) for one in drawn]
         else:
             batches = [recipe.variants(one, loader.epoch) for one in drawn]
@@ -473,23 +475,9 @@ def filled(
     `NotCachedError` if it is not kept.
     """
     store = dataset._store
-    loader = Loader(
-        dataset,
-        num_workers=num_workers,
-        collate_fn=None,
-        pin_memory=False,
-        device=None,
-        rank=0,
-        world_size=1,
-        workers={},
-        are_variants=True,
-        batch_size=batch_size,
-        sampler=absent,
-        batch_sampler=None,
-        drop_last=False,
-        shuffle=None,
-        generator=torch.Generator(),
-    )
+    order = {"sampler": absent, "generator": torch.Generator(), "rank": 0, "world_size": 1}
+    loader = dataset.loader(batch_size, num_workers=num_workers, **order)
+    loader.are_variants = True
     counters, left = store.mapped.engine.counters, len(absent)
     before = counters.misses
     for batch in loader:

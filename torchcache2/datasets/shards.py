@@ -11,7 +11,6 @@ only on its key and counter. NumPy guarantees these in all versions, unlike its 
 
 from __future__ import annotations
 
-import inspect
 import operator
 import os
 from collections.abc import Sequence
@@ -33,7 +32,6 @@ from torchcache2.datasets.options import (
     aliased,
     check,
     check_dataset,
-    check_others,
     is_count,
     level_settings,
 )
@@ -127,7 +125,6 @@ class Shard:
 
 
 _PROBED = 8
-_NO_OPTIONS = ("dataset", "disk_cache_path", "options", "others")
 
 
 def _sizes_of(
@@ -334,10 +331,6 @@ class LazyShardDataset(Dataset[Any]):
         given = {"cache_dir": cache_dir, "name": None}
         aliased(given, {"disk_cache_path": disk_cache_path})
         cache_dir = given["cache_dir"]
-        own, usual = (inspect.signature(one).parameters for one in (LazyShardDataset, CachedDataset))
-        known = [one for one in dict.fromkeys((*own, *usual)) if one not in _NO_OPTIONS]
-        others = [one for one in options if one not in (*known, "dataset_name")]
-        check_others(others, known, "LazyShardDataset")
         check({"mode": mode, "even": even, "seed": seed, "overflow": overflow, "min_elements": min_elements})
         is_served = options.get("backend", "local") != "local"
         memory_size, disk_size = _sizes_of(mode, cache_dir, memory_size, disk_size)

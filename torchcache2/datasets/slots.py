@@ -59,9 +59,6 @@ def numpy_name(dtype: torch.dtype) -> str:
     return name if name in _OF_NUMPY else f"i{dtype.itemsize}"
 
 
-_STEP = 1 << 28  # bytes reserved at once, so that a signal does not restart all of it
-
-
 def get_shm_size() -> int:
     """The size of ``/dev/shm`` in whole GiB.
 
@@ -85,8 +82,7 @@ def reserved(size: int) -> Region:
     if free is None or size <= free:
         try:
             region = Region.create(size)
-            for start in range(0, size, _STEP):
-                region.reserve(start, min(_STEP, size - start))
+            region.reserve(0, size)
             return region
         except OSError as error:
             reason = f" ({error})"

@@ -32,7 +32,10 @@ def _owned(leaf: Any) -> Any:
     pil = sys.modules.get("PIL.Image")
     if isinstance(leaf, np.ndarray) or (pil is not None and isinstance(leaf, pil.Image)):
         return leaf.copy()
-    return leaf.clone() if isinstance(leaf, Tensor) and not leaf.requires_grad else leaf
+    if not isinstance(leaf, Tensor) or leaf.requires_grad:
+        return leaf
+    clone = leaf.clone()
+    return clone if vars(clone).keys() == vars(leaf).keys() else leaf  # a class of its own may keep more
 
 
 _CHECKED = 64  # the first samples are all checked, later one in as many

@@ -36,26 +36,13 @@ from torchcache2.tiers.shared.tier import SharedTier
 _ASKED_AT_ONCE = 1 << 20  # keys
 
 
-class _User:
-    """Marks a dataset's namespace as in use while this process has its tiers open."""
-
-    def __init__(self, namespace: bytes, description: Mapping[str, Any]) -> None:
-        self.namespace = namespace
-        self._description = description
-
-    def description(self, namespace: bytes) -> Mapping[str, Any]:
-        """What the namespace stands for."""
-        return self._description
-
-
 class Levels(TierStack):
     """The tiers of one dataset, in each process that uses it.
 
     A folder or servers, if the `settings` have them, get every row. A temporary folder gets only rows that do
     not fit in memory, so that the capacities add up. Budgets are in bytes.
 
-    Unless it `writes`, the folder is only read; then `opened` may be connections to the bucket, for the
-    tiers.
+    Unless it `writes`, the folder is only read.
 
     Ranks with the same `name` share memory and temporary folder; so do processes with the same `job` (16
     bytes), such as workers. `by` says which sample an index is.
@@ -72,16 +59,13 @@ class Levels(TierStack):
         by: SampleKeys,
         *,
         writes: bool = True,
-        opened: Opened | None = None,
     ) -> None:
         self.by = by
         self._is_worker, self._writes = job is not None, writes
         super().__init__(settings, name)
-        self._opened = self._opened or opened
         self.fills_up = settings.persistent_cache_dir is None or not settings.is_persistent
         self._tally = tally
-        self.namespace = namespace
-        self._user, self.document = _User(namespace, description), description
+        self.namespace, self.document = namespace, description
         self._users.describe(namespace, description)
         if job is None:
             # Without a launcher, a process shares with its workers only, and with other datasets of its own.
@@ -89,8 +73,12 @@ class Levels(TierStack):
             own = [] if is_shared else [str(os.getpid()), str(start_time(os.getpid()))]
             job = job_name(os.environ, "dataset", namespace.hex(), name, *own)
         self.job = job
-        self.join(self._user)
+        self.join(self)
         self._hold()
+
+    def description(self, namespace: bytes) -> Mapping[str, Any]:
+        """What the namespace stands for."""
+        return self.document
 
     def _hold(self) -> None:
         """Open the namespace now, so that workers' rows outlive them."""
@@ -194,7 +182,7 @@ class Levels(TierStack):
 
         Returns whether all fit.
         """
-        kept = self.put(self._user, keys, rows)
+        kept = self.put(self, keys, rows)
         return kept == len(keys) or (self._drain is None and not self.fills_up)  # the disk tier warns
 
     def put(self, source: Describer, keys: Keys, rows: Rows) -> int:
@@ -218,7 +206,7 @@ class Levels(TierStack):
 
     def close(self) -> None:
         """Write the rows to disk, and release those in memory."""
-        self.leave(self._user)
+        self.leave(self)
 
     def _offer(self, tiers: Sequence[Tier], keys: Keys, rows: Rows) -> None:
         if not self.fills_up:  # else they did not fit before, and memory gets no new room

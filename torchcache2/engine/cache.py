@@ -168,7 +168,7 @@ class Cache:
             if not is_out_of_memory(error) or is_of_forward(error):
                 raise
             self.do_without(len(keys), error)
-            raise OwnMemoryError(error) from None
+            raise OwnMemoryError from None
         seconds = time.perf_counter() - start
         self.counters.count(
             hits=len(keys) - batch.misses,
@@ -289,15 +289,15 @@ class Cache:
                 parts.append((left, rows))
         return parts
 
-    def put_together(self, batch: Batch, hits: Hits, misses: Misses, together: Rows) -> Any:
+    def put_together(self, batch: Batch, hits: Hits, misses: Misses, rows: Rows) -> Any:
         """The output in batch order, from hits and from the rows of distinct misses."""
-        rows: Rows | None = together
         if misses.inverse is not None:
-            rows = together.take(torch.from_numpy(misses.inverse))
-        if hits.rows is not None:
-            parts = [(hits.positions, hits.rows), (misses.positions, together)]
-            rows = joined(parts, len(batch.keys), device=batch.source.device)
-        return self.not_stacked(batch) if rows is None else batch.output(rows)
+            rows = rows.take(torch.from_numpy(misses.inverse))
+        if hits.rows is None:
+            return batch.output(rows)
+        parts = [(hits.positions, hits.rows), (misses.positions, rows)]
+        together = joined(parts, len(batch.keys), device=batch.source.device)
+        return self.not_stacked(batch) if together is None else batch.output(together)
 
     def not_stacked(self, batch: Batch) -> Any:
         """Compute a batch whose rows have different schemas; `NotStoredError` if that is refused."""

@@ -72,14 +72,7 @@ class Forward:
 
 
 class OwnMemoryError(Exception):
-    """Raised when the cache's own work has no memory: the caller then computes without the cache.
-
-    `error` is the original error.
-    """
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
+    """Raised when the cache's own work has no memory: the caller then computes without the cache."""
 
 
 def is_of_forward(error: BaseException) -> bool:

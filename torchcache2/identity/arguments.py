@@ -225,8 +225,8 @@ class _ObjectKeepers:
         keeper = self._keeper(value)
         # An object of a project class may hold data that changes between two calls.
         is_own = sourcecode.origin(type(value)) not in ("installed", "torch")
-        if not (isinstance(value, nn.Module) or keeper.notices_all(large=is_own)):
-            keeper.distrust_structure()
+        if not isinstance(value, nn.Module):
+            keeper.distrust_structure(large=is_own)
         seen = keeper.look(value)
         if keeper.unread:
             raise UnencodableError(path, value, f"of which {listed(sorted(keeper.unread))} cannot be read")

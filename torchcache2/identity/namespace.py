@@ -203,15 +203,12 @@ class NamespaceKeeper:
         with self._lock():
             self._tensors.forget()
 
-    def notices_all(self, *, large: bool) -> bool:
-        """Whether the next look notices every change; with `large`, also in large containers."""
-        guard = self._guard
-        return guard is None or not (guard.is_opaque or (large and guard.has_large))
-
-    def distrust_structure(self) -> None:
-        """Read code and attributes again next time."""
+    def distrust_structure(self, *, large: bool) -> None:
+        """Read all again next time, unless each change is noticed; with `large`, also in large containers."""
         with self._lock():
-            self._guard = None
+            guard = self._guard
+            if guard is not None and (guard.is_opaque or (large and guard.has_large)):
+                self._guard = None
 
     def _notice_structure(self, root: Any) -> None:
         """Walk the module again if anything but the content of its tensors has changed."""

@@ -27,6 +27,7 @@ _LEAST = 16
 _NOWHERE = -1
 _GROWTH = 1.0625
 _AT_ONCE = 8192  # keys whose windows stay in the processor's cache
+_FEW = 8  # keys; looking up so few one by one takes at most half as long
 
 
 class KeyTable:
@@ -46,8 +47,8 @@ class KeyTable:
 
     def find(self, words: Words) -> Ordinals:
         """Ordinal of each key, ``(n, 2)``; -1 of keys that are not here."""
-        if len(words) == 1:
-            return np.array([self.find_one(*words[0].tolist())])
+        if 0 < len(words) <= _FEW:
+            return np.array([self.find_one(*word) for word in words.tolist()])
         if len(self.keys) == 0 or len(words) == 0:
             return np.full(len(words), -1)
         if len(words) > _AT_ONCE:
