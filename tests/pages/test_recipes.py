@@ -138,15 +138,6 @@ def claims_of_lightning(page):
     assert asked(whole.backbone, whole, batch) == (64, 0, {})
     assert asked(whole.backbone, whole.backbone, batch) == (0, 0, {"grad": 64})
 
-    plain = torchcache(nn.Linear(2, 2)).requires_grad_(False)  # neither dropout nor batch norm
-    assert asked(plain, plain.train(), torch.ones(1, 2)) == (0, 1, {})
-    assert asked(plain, plain.eval(), torch.ones(1, 2)) == (0, 1, {})
-
-    sampler = page.DistributedSampler(page.train_set, 2, 0)
-    first = set(sampler)
-    sampler.set_epoch(1)
-    assert 0.4 < len(first.intersection(sampler)) / len(first) < 0.6
-
     def hyperparameters(**options):
         class WithBackbone(page.Probe):
             def __init__(self, backbone):
@@ -328,9 +319,6 @@ def claims_of_prompts(page):
     assert asked(cached, cached, batch, sizes[::-1]) == (0, 8, {})
     longest = ["a red cat at sea", "a cat", "a boat", "a lamp"]
     assert asked(cached, cached, longest, sizes[:4], "longest") == (0, 0, {"batch": 4})
-
-    stored_row = 77 * 768 * 4
-    assert round(stored_row / 1000) == 237
 
 
 def claims_of_distillation(page):

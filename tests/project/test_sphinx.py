@@ -133,21 +133,15 @@ def test_code_that_prints_something_else_is_found(tmp_path):
     assert "1 failure in tests" in run.out
 
 
-@pytest.mark.parametrize("option", [field.name for field in dataclasses.fields(CacheSettings)])
-def test_every_option_is_on_the_page_of_options(option):
-    rows = re.findall(r"^\| (.*?) \|", (DOCS / "options.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert f"`{option}`" in rows
+def test_every_option_has_its_row_and_nothing_else_has():
+    rows = re.findall(r"^\| `([a-z]\w*)` \|", (DOCS / "options.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(rows) == sorted(field.name for field in dataclasses.fields(CacheSettings))
 
 
-def test_every_reason_to_step_aside_has_its_row_and_nothing_else_has():
+def test_every_reason_not_to_cache_has_its_row_and_nothing_else_has():
     page = (DOCS / "bypasses.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| \[`(\w+)`\]\(#(\w+)\) \| (\w+) \|", page, re.MULTILINE)
-    assert rows == [(reason, reason, REASONS[reason].asked) for reason in REASONS]
-
-
-@pytest.mark.parametrize("reason", REASONS)
-def test_every_reason_to_step_aside_has_its_section(reason):
-    assert f"\n## {reason}\n" in (DOCS / "bypasses.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[?`(\w+)`(?:\]\(#\w+\))? \| (\w+) \|", page, re.MULTILINE)
+    assert rows == [(reason, REASONS[reason].asked) for reason in REASONS]
 
 
 def test_every_room_has_its_row_on_the_page_for_maintainers():
