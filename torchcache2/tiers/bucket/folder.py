@@ -36,7 +36,7 @@ _PART = 16 << 20  # bytes of a request for a whole segment
 _CHUNK, _CHUNKS = 2, 2  # requests that are made at once, and in how many threads
 _WAITED, _POLLED = 2.0, 0.005  # seconds
 _MOST_WAIT = 10.0  # seconds that a thread waits in all for segments that are being brought, besides its share
-_BEGINNING, _BETWEEN = 0.5, 0.1  # seconds until the first of these is begun, and between them
+_BEGINNING, _BETWEEN = 1.0, 0.1  # seconds until the first of these is begun, and between them
 _LOOKED, _FULL_FOR = 2.0, 60.0  # seconds without another look for room, and after an error of the disk
 _MOST_HEAD = 1 << 30
 _OF_FILES_HERE = (  # methods of the plain folder that need no change
@@ -220,18 +220,20 @@ class BucketFolder(FileSystem):
     def _fetch(self) -> None:
         """Fetch what this thread is about to read; reads raise the errors."""
         wanted, self._batch.pieces.wanted = self._batch.pieces.wanted, []
-        self._give_way({name for name, _, _ in wanted})
-        names = {name for name, _, _ in wanted if not self._fs.exists(self._path(name))}
-        ranges = merged([one for one in wanted if one[0] in names], _GAP)
-        if not ranges:
-            return
-        begun = time.monotonic()
-        self._batch.pieces.fetch(self._objects, ranges)
-        self._took = time.monotonic() - begun
-        folder = os.path.dirname(self._path(ranges[0][0]))  # a batch is of one namespace
-        self._ask(folder, sum(max(_REQUEST, end - start) for _, start, end in ranges))
+        ranges = merged([one for one in wanted if not self._is_here(one[0])], _GAP)
+        if ranges:  # the batch that makes a namespace wanted already waits for its segments
+            folder = os.path.dirname(self._path(ranges[0][0]))  # a batch is of one namespace
+            self._ask(folder, sum(max(_REQUEST, end - start) for _, start, end in ranges))
+            self._give_way(folder, {name for name, _, _ in ranges})
+        if ranges := [one for one in ranges if not self._is_here(one[0])]:
+            begun = time.monotonic()
+            self._batch.pieces.fetch(self._objects, ranges)
+            self._took = time.monotonic() - begun
 
-    def _give_way(self, names: set[str]) -> None:
+    def _is_here(self, name: str) -> bool:
+        return self._fs.exists(self._path(name))
+
+    def _give_way(self, folder: str, names: set[str]) -> None:
         """While segments are being brought, wait for these: as long as the last batch took to be fetched.
 
         Small requests take the line from large ones, so the epoch would take longer. At first, it waits some
@@ -239,11 +241,9 @@ class BucketFolder(FileSystem):
         """
         begun = now = time.monotonic()
         coming, end = self._coming, begun + max(self._may_wait, min(self._took, _MOST_WAIT))
-        folders = {os.path.dirname(self._path(name)) for name in names}
-        while now < end and not all(self._fs.exists(self._path(name)) for name in names):
+        while now < end and not all(map(self._is_here, names)):
             with contextlib.suppress(OSError):
-                files = [info.name for folder in folders for info in self._fs.listing(folder)]
-                if any(file.endswith(TEMPORARY) for file in files):
+                if any(info.name.endswith(TEMPORARY) for info in self._fs.listing(folder)):
                     coming = now + _BETWEEN
             if now > coming:
                 break
