@@ -24,7 +24,7 @@ from torch.utils.data import get_worker_info
 from torchcache2.core.errors import AwayError, DamagedError
 from torchcache2.core.process import ranks_here
 from torchcache2.files.directory import ASKED, HEAD_NAME, SEGMENT_NAME, CacheDirectory
-from torchcache2.files.filesystem import Descriptor, FileInfo, FileSystem, is_read_only, ulid
+from torchcache2.files.filesystem import Descriptor, FileInfo, FileSystem, is_read_only
 from torchcache2.files.layout import HEAD, SEGMENT, TEMPORARY, checked, read_size, stated
 from torchcache2.files.removal import deleting, used_bytes
 from torchcache2.tiers.bucket.objects import Objects, Pieces, Range, cut, merged
@@ -36,9 +36,10 @@ _PART = 16 << 20  # bytes of a request for a whole segment
 _CHUNK, _CHUNKS = 2, 2  # requests that are made at once, and in how many threads
 _WAITED, _POLLED = 2.0, 0.005  # seconds
 _MOST_WAIT = 10.0  # seconds that a thread waits in all for segments that are being brought, besides its share
-_BEGINNING, _BETWEEN = 0.5, 0.1  # seconds until the first of these is begun, and between them
+_BEGINNING, _BETWEEN = 1.0, 0.1  # seconds until the first of these is begun, and between them
 _LOOKED, _FULL_FOR = 2.0, 60.0  # seconds without another look for room, and after an error of the disk
 _MOST_HEAD = 1 << 30
+TRANSFER = "torchcache2 transfer"  # names of threads begin so
 _OF_FILES_HERE = (  # methods of the plain folder that need no change
     *("create", "edit", "write", "sync", "sync_folder", "rename", "remove", "touch"),
     *("changed", "lock", "unlock", "same"),
@@ -220,18 +221,20 @@ class BucketFolder(FileSystem):
     def _fetch(self) -> None:
         """Fetch what this thread is about to read; reads raise the errors."""
         wanted, self._batch.pieces.wanted = self._batch.pieces.wanted, []
-        self._give_way({name for name, _, _ in wanted})
-        names = {name for name, _, _ in wanted if not self._fs.exists(self._path(name))}
-        ranges = merged([one for one in wanted if one[0] in names], _GAP)
-        if not ranges:
-            return
-        begun = time.monotonic()
-        self._batch.pieces.fetch(self._objects, ranges)
-        self._took = time.monotonic() - begun
-        folder = os.path.dirname(self._path(ranges[0][0]))  # a batch is of one namespace
-        self._ask(folder, sum(max(_REQUEST, end - start) for _, start, end in ranges))
+        ranges = merged([one for one in wanted if not self._is_here(one[0])], _GAP)
+        if ranges:  # the batch that makes a namespace wanted already waits for its segments
+            folder = os.path.dirname(self._path(ranges[0][0]))  # a batch is of one namespace
+            self._ask(folder, sum(max(_REQUEST, end - start) for _, start, end in ranges))
+            self._give_way(folder, {name for name, _, _ in ranges})
+        if ranges := [one for one in ranges if not self._is_here(one[0])]:
+            begun = time.monotonic()
+            self._batch.pieces.fetch(self._objects, ranges)
+            self._took = time.monotonic() - begun
 
-    def _give_way(self, names: set[str]) -> None:
+    def _is_here(self, name: str) -> bool:
+        return self._fs.exists(self._path(name))
+
+    def _give_way(self, folder: str, names: set[str]) -> None:
         """While segments are being brought, wait for these: as long as the last batch took to be fetched.
 
         Small requests take the line from large ones, so the epoch would take longer. At first, it waits some
@@ -239,11 +242,9 @@ class BucketFolder(FileSystem):
         """
         begun = now = time.monotonic()
         coming, end = self._coming, begun + max(self._may_wait, min(self._took, _MOST_WAIT))
-        folders = {os.path.dirname(self._path(name)) for name in names}
-        while now < end and not all(self._fs.exists(self._path(name)) for name in names):
+        while now < end and not all(map(self._is_here, names)):
             with contextlib.suppress(OSError):
-                files = [info.name for folder in folders for info in self._fs.listing(folder)]
-                if any(file.endswith(TEMPORARY) for file in files):
+                if any(info.name.endswith(TEMPORARY) for info in self._fs.listing(folder)):
                     coming = now + _BETWEEN
             if now > coming:
                 break
@@ -285,17 +286,17 @@ class BucketFolder(FileSystem):
             return [] if stops() else self._objects.fetch(some)
 
         try:
-            with ThreadPoolExecutor(_CHUNKS, "torchcache2 transfer") as pool:
+            with ThreadPoolExecutor(_CHUNKS, TRANSFER) as pool:
                 for some, found in zip(chunks, pool.map(fetch, chunks), strict=True):
                     for (name, start, _), data in zip(some, found, strict=False):
                         if isinstance(data, Exception):
                             self._failed(name, data)
                             continue
-                        (temporary, file), path = begun[name], self._path(name)
+                        file, path = begun[name], self._path(name)
                         self._fs.write_all(file, [memoryview(data)], start)
                         left[name] -= len(data)
                         if left[name] == 0 and self._fs.is_file(path + HEAD):  # else it was dropped meanwhile
-                            self._fs.rename(temporary, path)
+                            self._fs.rename(path + TEMPORARY, path)
                             self._fs.unlock(file)
                             del begun[name]
                             has_come = True
@@ -305,9 +306,9 @@ class BucketFolder(FileSystem):
             self._remove(begun)
         return has_come
 
-    def _begun(self, names: Sequence[str]) -> dict[str, tuple[str, Descriptor]]:
+    def _begun(self, names: Sequence[str]) -> dict[str, Descriptor]:
         """Temporary files of full size for segments, as far as there is room: names, and locked files."""
-        begun = dict[str, tuple[str, Descriptor]]()
+        begun = dict[str, Descriptor]()
         if time.monotonic() < self._full_until:
             return begun
         try:
@@ -318,12 +319,12 @@ class BucketFolder(FileSystem):
                     start, size = self.sizes_of(path)
                     if size > room:
                         self._full_until = time.monotonic() + _LOOKED
-                    if size > room or self._fs.exists(path):
+                    # If another process brings it, there is a temporary file, whose bytes are counted.
+                    if size > room or self._fs.exists(path) or self._fs.exists(path + TEMPORARY):
                         continue
                     room -= size
-                    temporary = os.path.join(os.path.dirname(path), ulid() + SEGMENT + TEMPORARY)
-                    file = self._fs.create(temporary)
-                    begun[name] = temporary, file
+                    file = self._fs.create(path + TEMPORARY)
+                    begun[name] = file
                     self._fs.lock(file, exclusive=True)
                     self._fs.write_all(file, [memoryview(self._fs.read_file(path + HEAD, _MOST_HEAD))], 0)
                     self._fs.write_all(file, [memoryview(b"\0")], max(start, size - 1))
@@ -342,13 +343,13 @@ class BucketFolder(FileSystem):
             url = self._objects.bucket.url
             self._objects.tell("damaged", "%s in %s is damaged (%s): it stays there", name, url, str(error))
 
-    def _remove(self, begun: dict[str, tuple[str, Descriptor]]) -> None:
+    def _remove(self, begun: dict[str, Descriptor]) -> None:
         while begun:
-            _, (temporary, _) = begun.popitem()
+            name, _ = begun.popitem()
             with contextlib.suppress(OSError):
-                self._fs.remove(temporary)
+                self._fs.remove(self._path(name) + TEMPORARY)
 
-    def _no_room(self, error: OSError, begun: dict[str, tuple[str, Descriptor]]) -> None:
+    def _no_room(self, error: OSError, begun: dict[str, Descriptor]) -> None:
         self._remove(begun)
         if isinstance(error, FileNotFoundError):  # the folder was deleted
             return

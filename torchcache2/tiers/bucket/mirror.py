@@ -3,7 +3,7 @@
 It uploads ``CACHEDIR.TAG`` first, then the segments sealed by any process, and the ``fingerprint.json`` of
 each namespace after them. Once the bucket has a segment, its head is written locally: now the local file may
 be deleted. A killed process leaves no head, so the next one uploads the segment again: the same bytes.
-One of the processes that share a folder works at a time: the one that has locked ``.mirror``.
+One of the processes that share a folder uploads at a time: the one that has locked ``.mirror``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torchcache2.files.filesystem import Descriptor, open_to_lock
 from torchcache2.files.layout import FORMAT_VERSION, HEAD, parse_head, read_head, write_head
 from torchcache2.files.removal import used_bytes
 from torchcache2.tiers.base import Breaker
-from torchcache2.tiers.bucket.folder import BucketFolder
+from torchcache2.tiers.bucket.folder import TRANSFER, BucketFolder
 from torchcache2.tiers.bucket.objects import Objects
 
 _AT_ONCE = 4  # uploads
@@ -43,6 +43,7 @@ _GROUP = 128 << 20  # bytes of segments that are brought together
 _FIRST_PAUSE = 0.5  # seconds after a failed upload
 _ENDING = 10.0  # seconds for remaining transfers when the mirror ends
 _ANY_SIZE = 1 << 62
+_THREAD = "torchcache2 mirror"
 
 
 class Mirror:
@@ -131,7 +132,12 @@ class Mirror:
                 "given up",
                 "%d files of %s are not uploaded to %s (%s): they stay in the folder, and %s",
                 *(len(left), self._directory.path, self._objects.bucket.url),
-                *(self._ended or self._objects.cause or "another process does it", later),
+                *(
+                    self._ended
+                    or self._objects.cause
+                    or "another process does it, or the folder is read-only",
+                    later,
+                ),
             )
 
     def close(self) -> None:
@@ -150,8 +156,8 @@ class Mirror:
 
         The garbage collector may close a tier in any thread.
         """
-        is_mirror = self._runs() and threading.current_thread() is self._thread
-        return is_mirror or self._objects.is_busy_here()
+        name = threading.current_thread().name
+        return name.startswith((_THREAD, TRANSFER)) or self._objects.is_busy_here()
 
     def is_uploading(self) -> bool:
         """Whether some process uploads now."""
@@ -177,7 +183,7 @@ class Mirror:
         self._done = set[str]()  # files that the bucket has, or that cannot be read here
         self._been_here = set[str]()  # segments: those that have gone since had to make room
         self._breaker = Breaker(_FIRST_PAUSE)
-        self._thread = threading.Thread(target=self._work, name="torchcache2 mirror", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=_THREAD, daemon=True)
         self._pid = os.getpid()
         with contextlib.suppress(RuntimeError):  # too many threads, or interpreter exit: `flush` uploads
             self._thread.start()
@@ -255,8 +261,8 @@ class Mirror:
             described += [f"{one.namespace}/{FINGERPRINT}"] if one.others and (one.segments or heads) else []
         lacking = [name for name in lacking if name not in self._done]
         described = [name for name in described if name not in self._done]
-        left = set(lacking)
-        if self._ended or not (lacking or described):
+        left = {*lacking, *described}
+        if self._ended or not left:
             return left, True
         try:
             with self._alone() as is_alone:
@@ -267,8 +273,7 @@ class Mirror:
                     left.difference_update(self._upload_some(some))
                     if left.intersection(some):
                         return left, True
-                for name in described:
-                    self._describe(name)
+                left.difference_update([name for name in described if self._describe(name)])
         except OSError:  # the folder is gone, or read-only
             pass
         return left, True
@@ -346,15 +351,17 @@ class Mirror:
         url = self._objects.bucket.url
         self._objects.tell("ended", message, url, reason, self._directory.path)
 
-    def _describe(self, name: str) -> None:
-        """Upload a fingerprint, unless the bucket has one."""
+    def _describe(self, name: str) -> bool:
+        """Upload a fingerprint, unless the bucket has one; False if that must be tried again."""
         (there,) = self._objects.fetch([(name, 0, 1)])
+        is_done = not isinstance(there, AwayError)
         document = self._directory.fingerprint(name.partition("/")[0])
         if isinstance(there, FileNotFoundError) and document:
             text = json.dumps(document, indent=1, sort_keys=True).encode()
-            there = b"" if self._objects.write(name, text) else there
-        if isinstance(there, bytes):
+            is_done = self._objects.write(name, text)
+        if is_done:
             self._done.add(name)
+        return is_done
 
     def _close_at_end(self) -> None:
         if self._runs() and not self._is_closed:
@@ -380,8 +387,4 @@ class Mirror:
                     if size + needed <= room:
                         size += needed
                         some.append(name)
-        if not some:
-            return False
-        with contextlib.suppress(OSError), self._alone() as is_alone:
-            return is_alone and self._folder.bring(some, lambda: self._is_closed or bool(self._flushing))
-        return False
+        return bool(some) and self._folder.bring(some, lambda: self._is_closed or bool(self._flushing))
