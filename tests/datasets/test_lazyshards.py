@@ -1,6 +1,5 @@
 """`LazyShardDataset`: a rank gets its samples, and finds them again, in one process and in several."""
 
-import json
 import os
 
 import numpy as np
@@ -9,7 +8,6 @@ import torch
 from torch.utils.data import ConcatDataset, Subset
 
 from tests.helpers import warm
-from tests.helpers.gloo import run_ranks
 from torchcache2 import LazyShardDataset, OptionError, OutputError
 
 SOAK = bool(os.environ.get("SOAK"))
@@ -381,50 +379,3 @@ if __name__ == "__main__":
 def test_persistent_workers_get_the_order_of_each_epoch(method, workers):
     process = warm.run(LOADING, method, workers, forks=True)
     assert process.words == ["end"] and process.err == ""
-
-
-RANKS = """
-import json
-from torchcache2 import LazyShardDataset
-
-
-class Numbers:
-    def __len__(self):
-        return 41
-
-    def __getitem__(self, index):
-        loaded.append(index)
-        return torch.tensor(index)
-
-
-join()
-os.environ["LOCAL_WORLD_SIZE"] = str(WORLD)
-loaded, model = [], nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
-options = {"even": "repeat", "memory_size": "1MB"}
-sets = {mode: LazyShardDataset(Numbers(), mode=mode, name=mode, **options) for mode in ("rank", "node")}
-found = {}
-for mode, dataset in sets.items():
-    loaded.clear()
-    orders = []
-    for epoch in range(3):
-        dataset.set_epoch(epoch)
-        orders.append([])
-        for batch in data.DataLoader(dataset, 2):
-            orders[-1] += batch.tolist()
-            model(batch[:, None].float()).sum().backward()  # it waits for the other rank
-        torch.distributed.barrier()
-    found[mode] = orders, list(loaded)
-print(json.dumps(found))
-"""
-
-
-@pytest.mark.slow
-def test_two_ranks_train_and_each_sample_is_loaded_once(tmp_path):
-    first, second = (json.loads(process.out) for process in run_ranks(RANKS, tmp_path))
-    for mode in ("rank", "node"):
-        (orders, loaded), (others, loaded_there) = first[mode], second[mode]
-        for mine, theirs in zip(orders, others, strict=True):
-            assert len(mine) == len(theirs) == 21 and set(mine) | set(theirs) == set(range(41))
-        assert (orders[0] == orders[1]) == (mode == "rank")
-        # One sample is in the shards of both ranks if its machine is dealt it twice, at the same time even.
-        assert len(loaded + loaded_there) in (41, 42) and set(loaded + loaded_there) == set(range(41))

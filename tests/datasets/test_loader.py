@@ -1,6 +1,5 @@
 """`CacheLoader` gives what the function gives, whatever happens to what it keeps: in one process."""
 
-import concurrent.futures
 import contextlib
 import os
 import pickle
@@ -198,18 +197,6 @@ def test_prefix_and_version_say_which_values_are_meant(path):
 )
 def test_namespaces_are_those_of_earlier_versions(prefix, version, namespace):
     assert identify_prefix(prefix, version).namespace.hex() == namespace
-
-
-def test_threads_share_a_loader(options):
-    with CacheLoader(**options) as loader, concurrent.futures.ThreadPoolExecutor(4) as threads:
-
-        def read(seed):
-            for key in np.random.default_rng(seed).permutation(30).tolist():
-                same(loader.get(key, lambda key: sample_of(key, "coco")), sample_of(key, "coco"))
-
-        list(threads.map(read, range(4)))
-        stats = loader.stats()
-        assert loader.num_keys() == 30 and stats.misses + stats.hits == 120
 
 
 class OfLoader(torch.nn.Module):

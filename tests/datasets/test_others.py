@@ -1,5 +1,6 @@
 """Code for other libraries runs with another import: their public examples, written anew."""
 
+import functools
 import shutil
 
 import pytest
@@ -135,6 +136,27 @@ def test_a_server_that_is_started_for_a_loader_without_a_prefix(tmp_path):
 
 def scaled(by):
     return lambda key: key * by
+
+
+def wrapped(inner, by):
+    @functools.wraps(inner)
+    def wrapper(key):
+        return inner(key) * by
+
+    return wrapper
+
+
+def test_functions_that_differ_in_anything_are_apart():
+    inner, other = scaled(3), scaled(4)
+    with CacheLoader("local", memory_size="1MB") as loader:
+        for _ in range(2):
+            functions = [inner, other, wrapped(inner, 2), wrapped(inner, 5), wrapped(other, 2)]
+            functions += [lambda key, by=by: key * by for by in (6, 7)]
+            functions += [lambda key, *, by=by: key * by for by in (6, 7)]
+            functions += [functools.partial(int.__mul__, 8), functools.partial(int.__mul__, 9), (10).__mul__]
+            values = [loader.get(1, function) for function in functions]
+            assert values == [3, 4, 6, 15, 8, 6, 7, 6, 7, 8, 9, 10]
+        assert loader.num_keys() == len(values) == loader.stats().hits
 
 
 def test_loaders_without_a_prefix_share_what_is_the_same(path):

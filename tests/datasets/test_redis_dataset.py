@@ -12,7 +12,7 @@ from tests.helpers import warm
 from tests.helpers.datasets import Batched, Counted, noted, same, sample_of
 from tests.helpers.redis import PASSWORD, PROGRAMS, RedisServer, names
 from tests.helpers.storage import NEVER, wait_until, warnings_of
-from torchcache2 import CachedDataset, CacheLoader, LazyShardDataset
+from torchcache2 import CachedDataset, CacheLoader
 from torchcache2.core.errors import OptionError
 
 SOAK = bool(os.environ.get("SOAK"))
@@ -259,26 +259,6 @@ def test_what_waits_in_workers_is_forgotten_by_clear(server, tmp_path):
     gc.collect()  # the workers end, and write what waits
     assert keys_on(server) == 0
     dataset.close()
-
-
-@pytest.mark.slow
-def test_a_shard_may_be_on_a_server(server):
-    options = {"num_replicas": 2, "backend": "redis", "hosts": server.url}
-    for turn in range(3):  # there is no memory in front of it but by choice
-        options |= {"memory_size": "1MB"} if turn == 2 else {}
-        shards = [LazyShardDataset(Batched(COUNT, "coco"), rank=rank, **options) for rank in range(2)]
-        for shard in shards:
-            for place, index in enumerate(shard.indices.tolist()):
-                same(shard[place], sample_of(index, "coco"))
-            stats = shard.stats()
-            assert (stats.misses, stats.remote_hits) == ((COUNT // 2, 0), (0, COUNT // 2))[turn > 0]
-            same(shard[0], sample_of(shard.indices[0].item(), "coco"))
-            assert (shard.stats().memory_hits, shard.stats().memory_rows > 0) == (turn == 2, turn == 2)
-            shard.close()
-    with pytest.raises(
-        OptionError, match="overflow=0 and backend='redis': how much fits on a server is unknown"
-    ):
-        LazyShardDataset(Batched(COUNT), rank=0, overflow=0, **options)
 
 
 def test_hosts_have_a_share_each_and_a_lost_one_costs_its_own(log):

@@ -436,37 +436,6 @@ def test_workers_of_a_loader_share_the_slots(method, workers):
     assert len(process.words) == workers and process.err == ""
 
 
-HEIRS = """
-import os, pickle
-import torch
-from torchcache2 import SharedCache
-
-(answers, answering), (goes, going) = os.pipe(), os.pipe()
-if (maker := os.fork()) == 0:
-    cache = SharedCache(0.001, 10, (3,))
-    cache.set_slot(0, torch.tensor([1, 2, 3], dtype=torch.uint8))
-    if os.fork() > 0:
-        os._exit(0)
-    os.read(goes, 1)
-    data = pickle.dumps(cache)
-    if (child := os.fork()) == 0:
-        del cache
-        heir = pickle.loads(data)
-        heir.set_slot(1, heir.get_slot(0) * 2)
-        os._exit(0)
-    os.waitpid(child, 0)
-    os.write(answering, repr(cache.get_slot(1).tolist()).encode())
-    os._exit(0)
-os.waitpid(maker, 0)  # the process that has made the cache has ended
-os.write(going, b"!")
-print(os.read(answers, 100).decode())
-"""
-
-
-def test_the_process_that_has_made_the_cache_may_end_before_the_others():
-    assert warm.run(HEIRS).out == "[2, 4, 6]\n"
-
-
 KILLED = """
 import os, signal, sys
 import torch

@@ -607,9 +607,9 @@ class CachedDataset(Keeper, Dataset[Any]):
     def keep_only(self) -> int:
         """Delete the rows of samples that are no longer in the dataset; returns how many these are.
 
-        For a dataset with `keys` and a folder on this machine. Files that also have other rows are written
-        anew before they are deleted. Rows that `map` has made under another mode of torch, such as autocast,
-        go, too.
+        For a dataset with `keys` and a folder on this machine. Rows of other datasets that differ in their
+        keys alone, such as other folds, go, too, as do those that `map` has made under another mode of torch,
+        such as autocast. Files that also have other rows are written anew before they are deleted.
 
         Raises
         ------

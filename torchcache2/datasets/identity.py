@@ -7,6 +7,7 @@ dataset reads later do not count.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import operator
 import random
@@ -41,6 +42,7 @@ _FORMAT = 1
 _MOST_LISTED = 64  # objects in longer containers have no parts
 _MOST_PARTS = 5000
 _LEAST_BY_KEY = 8  # samples: shorter lists may be sizes or means, and count
+_NOT_ITS_OWN = (type, types.ModuleType, types.FunctionType)
 _UNSEEDED = re.compile(r"\b(default_rng|RandomState|Random|SystemRandom)\((None)?\)")
 
 
@@ -192,29 +194,18 @@ def length_of(dataset: Any) -> int | None:
 
 
 def _generators(dataset: Any) -> list[Any]:
-    """The random generators among a dataset's attributes, and theirs, without a walk."""
+    """The random generators among what a dataset refers to, and what that does, without a walk."""
     found, met, left = [], set[int](), [dataset]
     for value in left:  # grows meanwhile
-        if id(value) in met or len(met) >= _MOST_PARTS:
+        kind = type(value)
+        if id(value) in met or len(met) >= _MOST_PARTS or issubclass(kind, _NOT_ITS_OWN):
             continue
         met.add(id(value))
-        if issubclass(type(value), GENERATORS):
+        if issubclass(kind, GENERATORS):
             found.append(value)
-        elif type(value) in (tuple, list):
-            left += value[:_MOST_LISTED]
         else:
-            attributes = value if type(value) is dict else _fields(value)
-            left += [item for item, _ in zip(list(attributes.values()), range(_MOST_LISTED), strict=False)]
+            left += gc.get_referents(value)[: 2 * _MOST_LISTED]  # of a dict, keys and values
     return [generator for generator in found if not isinstance(generator, random.SystemRandom)]
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    """The attributes of an object, without running its code."""
-    try:
-        fields = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return {}
-    return fields if type(fields) is dict else {}
 
 
 class _Given:

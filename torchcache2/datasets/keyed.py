@@ -145,10 +145,11 @@ class CacheLoader(Keeper):
 
     def _name(self, function: Callable[..., Any]) -> bytes:
         """Stands for a function in keys: 16 bytes, of its code and what it closes over."""
-        code = inspect.unwrap(function)
-        cells = [cell.cell_contents for cell in getattr(code, "__closure__", None) or ()]
-        parts = [getattr(code, name, None) for name in ("__code__", "__self__", "__defaults__")]
-        parts = [*parts, *cells] if parts[0] is not None else [function]
+        parts: list[Any] = [function]  # those of a lambda that is made anew for each call are the same
+        if (code := getattr(function, "__code__", None)) is not None:
+            cells = [cell.cell_contents for cell in function.__closure__ or ()]
+            defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+            parts = [code, getattr(function, "__self__", None), *cells, *defaults]
         known = self._functions.get(place := tuple(map(id, parts)))
         if known is None:
             identity = identify(function)

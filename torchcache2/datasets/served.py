@@ -369,12 +369,15 @@ class ServedRecipe(Recipe):
         Whether samples may be missing.
     is_checked : bool
         Whether it was checked that all are there.
+    opening : Objects or None
+        The connections used to choose the dataset, until the tiers take them over.
     """
 
     place: str
     length: int | None
     partial: bool
     is_checked: bool = False
+    opening: Objects | None = None
 
     @classmethod
     def of_folder(cls, options: Mapping[str, Any]) -> ServedRecipe:
@@ -382,17 +385,20 @@ class ServedRecipe(Recipe):
         check_served(options)
         settings, kept_as = settings_of(options)
         settings = settings.replace({"persistent": True})
-        called, bucket = (options["name"], options["version"]), settings.bucket
+        called, bucket, opening = (options["name"], options["version"]), settings.bucket, None
         if bucket is None:
             place = str(settings.persistent_cache_dir)
             kept = chosen(CacheDirectory(place, FileSystem()), *called)
+            kept.check_keys(options["keys"])
             # Nothing is written to the folder, so its budget only limits the size of rows.
             settings = settings.replace({"max_persistent_cache_size": _ANY_ROW})
         else:
-            place = bucket.url
-            with contextlib.closing(Objects(bucket)) as objects:
-                kept = chosen_remotely(objects, *called, ServedStore.patience)
-        kept.check_keys(options["keys"])
+            place, opening = bucket.url, Objects(bucket)
+            with contextlib.ExitStack() as stack:
+                stack.callback(opening.close)
+                kept = chosen_remotely(opening, *called, ServedStore.patience)
+                kept.check_keys(options["keys"])
+                stack.pop_all()
         sample_keys = SampleKeys(options["keys"], kept.length).of_views(kept.views)
         kept = dataclasses.replace(kept, length=sample_keys.length)
         fingerprint = from_document(kept.namespace, kept.document)
@@ -409,6 +415,7 @@ class ServedRecipe(Recipe):
             length=kept.length,
             partial=options["partial"],
             views=kept.views,
+            opening=opening,
             **kept_as,
         )
 
@@ -417,7 +424,8 @@ class ServedRecipe(Recipe):
 
     def store(self, source: Source | None = None) -> ServedStore:
         """The store of this process."""
-        levels = self.levels(writes=False)
+        opening, self.opening = self.opening, None
+        levels = self.levels(writes=False, opened=opening)
         if self.settings.bucket is not None and levels.directory is not None:
             with contextlib.suppress(OSError):  # else the tier fetches it from the bucket again
                 levels.directory.prepare(self.identity.namespace, self.document)

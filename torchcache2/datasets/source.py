@@ -39,7 +39,6 @@ def _owned(leaf: Any) -> Any:
 
 
 _CHECKED = 64  # the first samples are all checked, later one in as many
-_STRIKES = 4
 
 
 class Source:
@@ -61,7 +60,7 @@ class Source:
         self.unseeded = unseeded if checks else ()
         self._dataset, self._generators, self._checks = dataset, list(generators), checks
         self._lock, self._held = ProcessLock(), threading.local()
-        self._loaded = self._unchecked = self._strikes = 0
+        self._loaded = self._unchecked = 0
         self._has_batches = has_batches(dataset)
         is_abstract = getattr(type(dataset), "__getitem__", None) is Dataset.__getitem__
         self._has_only_batches = self._has_batches and is_abstract
@@ -125,9 +124,6 @@ class Source:
     def is_random(self, index: Any, one: One | None = None) -> bool:
         """Whether the dataset draws random numbers, after samples that seemed to: another thread may have."""
         if self.unseeded or threading.active_count() == 1:
-            return True
-        self._strikes += 1
-        if self._strikes >= _STRIKES:
             return True
         for _ in range(2):
             state = RandomState(self._generators)

@@ -42,7 +42,8 @@ class Levels(TierStack):
     A folder or servers, if the `settings` have them, get every row. A temporary folder gets only rows that do
     not fit in memory, so that the capacities add up. Budgets are in bytes.
 
-    Unless it `writes`, the folder is only read.
+    Unless it `writes`, the folder is only read; then `opened` may be connections to the bucket, for the
+    tiers.
 
     Ranks with the same `name` share memory and temporary folder; so do processes with the same `job` (16
     bytes), such as workers. `by` says which sample an index is.
@@ -59,10 +60,12 @@ class Levels(TierStack):
         by: SampleKeys,
         *,
         writes: bool = True,
+        opened: Opened | None = None,
     ) -> None:
         self.by = by
         self._is_worker, self._writes = job is not None, writes
         super().__init__(settings, name)
+        self._opened = self._opened or opened
         self.fills_up = settings.persistent_cache_dir is None or not settings.is_persistent
         self._tally = tally
         self.namespace, self.document = namespace, description
