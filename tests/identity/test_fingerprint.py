@@ -3,7 +3,9 @@
 import copy
 import functools
 import io
+import json
 import os
+import pathlib
 import pickle
 import re
 from unittest import mock
@@ -12,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import zoo
+from tests.helpers import warm, zoo
 from tests.helpers.outputs import namespace as hash_of
 from tests.helpers.outputs import warnings_in
 from tests.helpers.pairs import CODE, MODULES, PRELUDE, VALUES, holder, layer, times
@@ -282,6 +284,20 @@ def test_a_cached_property_costs_one_call_at_most():
     hits = module.cache_instance.stats().hits
     assert equal(module(x), x * 2)
     assert module.cache_instance.stats().hits == hits + 3
+
+
+@pytest.fixture(scope="module")
+def elsewhere():
+    """What another process, with another hash seed, says of the zoo."""
+    return json.loads(warm.run(pathlib.Path(zoo.__file__), cwd=warm.ROOT, seed="1").out)
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("name", zoo.READABLE)
+def test_another_process_agrees(name, elsewhere):
+    torch.default_generator.manual_seed(0)
+    module = zoo.decorated(name)
+    assert elsewhere[name] == [module.cache_instance.module_hash, 0]
 
 
 @pytest.mark.one_in(4)

@@ -1,6 +1,5 @@
 """Keys: equal for equal items, different for all others, the same forever."""
 
-import functools
 import json
 import os
 import pathlib
@@ -9,12 +8,9 @@ import threading
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.helpers import warm
 from torchcache2.core.keys import Keys
-from torchcache2.core.memory import is_channels_last
 from torchcache2.files.contents import FileDigests
 from torchcache2.identity import items
 from torchcache2.identity.arguments import Signature
@@ -301,59 +297,6 @@ def test_subsample_reads_so_many_elements_and_the_ends(size, count):
     positions = torch.arange(0, size, 1 if size <= 5000 else 41)
     share = sum(sum(seen(some)) for some in positions.split(100)) / len(positions)
     assert share == pytest.approx(count / size, rel=1e-9 if size <= 5000 else 0.1)
-
-
-COUNT = 750  # three blocks
-VIEWS = {  # of a tensor of shape (4, 3, 20, 40): steps, orders and overlaps of any kind
-    "itself": lambda x: x,
-    "every other": lambda x: x[..., ::2],
-    "every other item": lambda x: x[::2],
-    "every other row": lambda x: x[:, :, ::2],
-    "a part": lambda x: x[:, 1:, 3:, 5:],
-    "transposed": lambda x: x.transpose(2, 3),
-    "items last": lambda x: x.movedim(0, -1),
-    "a matrix transposed": lambda x: x.flatten(0, 2).t(),
-    "a matrix of every other": lambda x: x.flatten(1)[:, ::2],
-    "flipped": lambda x: x.flip(-1),
-    "permuted": lambda x: x.permute(0, 3, 1, 2),
-    "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
-    "expanded": lambda x: x[..., :1].expand(-1, -1, -1, 50),
-    "an expanded item": lambda x: x[:1].expand(5, -1, -1, -1),
-    "one number for all": lambda x: x[:, :1, :1, :1].expand(-1, 3, 20, 40),
-    "windows": lambda x: x.flatten(1).unfold(1, 100, 30),
-    "no items": lambda x: x[:0],
-    "no elements": lambda x: x[..., :0],
-    "conjugate": lambda x: torch.complex(x, x).conj(),
-    "negative": lambda x: torch.complex(x, x).conj().imag,
-}
-
-
-@pytest.mark.slow
-@given(names=st.lists(st.sampled_from(sorted(VIEWS)), min_size=1, max_size=2), place=st.integers(0, 10**6))
-@settings(max_examples=60, deadline=None)
-def test_views_are_subsampled_as_their_copies_are(names, place):
-    x = torch.randn(4, 3, 20, 40)
-    for name in names:
-        if x.shape == (4, 3, 20, 40) and not x.is_complex():
-            x = VIEWS[name](x)
-    kind = torch.channels_last if x.dim() == 4 and is_channels_last(x) else torch.contiguous_format
-    keys = hexes(keys_of(one, x, subsample_count=COUNT))
-    assert keys == hexes(keys_of(one, x.clone(memory_format=kind), subsample_count=COUNT))
-    size = x[0].numel() if len(x) else 0
-    if size > COUNT:
-        positions = read_positions(size, COUNT)
-        position = np.unravel_index(positions[place % len(positions)], x.shape[1:])
-        x[(-1, *position)] += 1
-        assert hexes(keys_of(one, x, subsample_count=COUNT))[-1] != keys[-1]
-
-
-@functools.cache
-def read_positions(size, count):
-    """The positions at which an edit of an item of so many elements is seen."""
-    x = torch.eye(size)
-    x[0, 0] = 0
-    before, *after = hexes(keys_of(one, torch.cat([x[:1], torch.eye(size)]), subsample_count=count))
-    return [position for position, key in enumerate(after) if key != before]
 
 
 def test_keys_check_what_they_are_made_of():

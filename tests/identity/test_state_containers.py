@@ -477,29 +477,6 @@ def test_an_edit_of_a_small_container_is_noticed_at_the_next_call(name):
     assert bypasses(module) == {} and hits(module) == 4
 
 
-EQUAL = {
-    "nan": lambda: float("nan"),
-    "float": lambda: float("1e300"),
-    "text": lambda: " ".join(["a", "text"]),
-    "int": lambda: 10 ** len("123456789"),
-    "bytes": lambda: b"".join([b"a", b"b"]),
-    "complex": lambda: complex(3, float("-0")),
-}
-
-
-@pytest.mark.parametrize("make", EQUAL.values(), ids=EQUAL)
-def test_an_equal_value_is_not_read_again(make):
-    module = torchcache(Scaled())
-    module.scaling["default"] = make()
-    module(X)
-    walks = module.cache_instance.keeper.walks
-    again = make()
-    assert module.scaling["default"] is not again
-    module.scaling["default"] = again
-    module(X)
-    assert hits(module) == 4 and module.cache_instance.keeper.walks == walks
-
-
 LARGER = {
     "array": (lambda: np.ones(20_000), lambda held: held.__imul__(2)),
     "array of columns": (lambda: np.asfortranarray(np.ones((200, 200))), lambda held: held.__imul__(2)),

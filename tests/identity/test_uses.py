@@ -508,23 +508,6 @@ def test_what_an_expression_may_not_assign_counts(name, load):
     check(load, text, lambda module, twin: setattr(twin, "N", twin.N + 1.0))
 
 
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")  # deprecated in new versions
-def test_quantized_weights_that_are_written_to_are_read_again():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = torch.quantize_per_tensor(torch.ones(2, 2), 0.5, 0, torch.qint8)
-
-        def forward(self, x):
-            return x @ self.weight.dequantize()
-
-    module = torchcache(Net())
-    for factor in (1.0, 3.0):
-        module.weight.copy_(torch.full((2, 2), factor))
-        for _ in range(2):
-            assert torch.equal(module(X), X @ torch.full((2, 2), factor))
-
-
 @pytest.mark.parametrize("how", ["deep(module)", "Reader().read(module)"])
 def test_what_other_files_of_a_package_read_counts(how, load, tmp_path, monkeypatch):
     package = tmp_path / "site-packages" / "reads_deep"

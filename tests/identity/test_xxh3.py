@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.helpers.interpreter import Interpreted, OnHost, Passed
 from torchcache2 import torchcache
-from torchcache2.identity import encoding, items, kernels, namespace, tensors, xxh3
+from torchcache2.identity import encoding, items, namespace, tensors, xxh3
 from torchcache2.identity.encoding import tensor_digest
 from torchcache2.identity.items import item_keys
 from torchcache2.identity.tensors import TensorWatch
@@ -182,23 +182,6 @@ def test_weights_for_which_there_was_no_memory_are_read_at_the_next_call(monkeyp
         assert torch.equal(net(x), expected)
     assert torch.equal(net(x), expected)
     assert net.cache_instance.module_hash == twin.cache_instance.module_hash
-
-
-def test_the_interpreter_is_kept_from_the_memory_of_a_device(monkeypatch, log):
-    class Everywhere(OnHost):
-        def owns(self, tensor):
-            return True
-
-    class Kernel:
-        def __getitem__(self, grid):
-            raise AssertionError("it would read addresses of the device on the host")
-
-    for name in ("block_sums", "digests"):
-        monkeypatch.setattr(kernels, name, Kernel())
-    far = torch.empty(3, 1000, device="meta")
-    assert xxh3.DeviceDigests(Everywhere()).of_tensors([far]) == {}
-    assert xxh3.DeviceDigests(Everywhere()).of_items(far) is None
-    assert ["TRITON_INTERPRET is set" in record.getMessage() for record in log] == [True, True]
 
 
 class Late(OnHost):

@@ -238,15 +238,36 @@ class NamespaceKeeper:
             self._facts, self._sharded = Facts(sharded=str(stop)), stop.part
             self._tensors = TensorWatch({})  # a watched tensor cannot be freed
             return
-        self._parts = {name: digest([data]) for name, data in walk.parts.items()}
-        self._values = texts_of(walk.parts) | walk.texts()
-        options = {"option cache_dtype": str(self._settings.cache_dtype)}
+        self._take(walk)
+        self._tell_of(walk)
+        self._guard = Guard(walk, module)
+
+    def _take(self, walk: Walk) -> None:
+        """Take over what a walk has found."""
         own = self._settings
         given = {"ignore": own.ignore or None, "version": own.version, "code_version": own.code_version}
+        options = {"option cache_dtype": str(own.cache_dtype)}
         options |= {f"option {name}": str(value) for name, value in given.items() if value is not None}
+        self._parts = {name: digest([data]) for name, data in walk.parts.items()}
         self._parts |= {name: text.encode() for name, text in options.items()}
-        self._values |= options
-        self.ignored = sorted(walk.ignored)
+        self._values = texts_of(walk.parts) | walk.texts() | options
+        self._is_known = False
+        self._tensors = TensorWatch(walk.tensors, self._tensors)
+        self.ignored, self.unread, self.generators = sorted(walk.ignored), walk.unread, walk.generators
+        self.lazies, self._loaded = walk.lazies, walk.loaded
+        for lazy in self.lazies:
+            lazy.watchers.add(self)
+        parts = [part for part, _, _ in walk.modules if isinstance(part, nn.Module)]
+        self._facts = Facts(
+            self._tensors.has_lazy,
+            self._tensors.is_blind and own.persistent_module_hash is None,
+            any("parametrizations" in children_of(part) for part in parts),
+            next(filter(None, map(unsteady, parts)), None),
+            walk.names_grad,
+        )
+
+    def _tell_of(self, walk: Walk) -> None:
+        """Tell of what a walk has left out or could not read."""
         matched = self.arguments.union(*walk.ignored.values())
         for text in walk.ignore.keys() - matched:
             self._tell(
@@ -254,31 +275,15 @@ class NamespaceKeeper:
                 f"ignore={text!r} matches nothing that the key covers: the names of "
                 ".cache_instance.fingerprint.parts show paths, such as encoder.0.weight",
             )
-        self._tensors = TensorWatch(walk.tensors, self._tensors)
-        self.generators, self.lazies, self._loaded = walk.generators, walk.lazies, walk.loaded
-        for lazy in self.lazies:
-            lazy.watchers.add(self)
-        self._is_known = False
-        parts = [part for part, _, _ in walk.modules if isinstance(part, nn.Module)]
-        self._facts = Facts(
-            self._tensors.has_lazy,
-            self._tensors.is_blind and self._settings.persistent_module_hash is None,
-            any("parametrizations" in children_of(part) for part in parts),
-            next(filter(None, map(unsteady, parts)), None),
-            walk.names_grad,
-        )
         for name in sorted(walk.assigned):
             self._tell(logger.info, f"{name} is assigned by forward and not part of the key")
-        self.unread = walk.unread
-        is_told = self._settings.persistent_module_hash is not None or self._is_argument
-        if walk.unread and not is_told:
+        if walk.unread and self._settings.persistent_module_hash is None and not self._is_argument:
             names = listed(sorted(set(walk.unread)))
             self._tell(
                 logger.warning,
                 f"cannot read {names}: the cache is good for this process only, and changes there are "
                 "not noticed. Keep such objects out of the module, or set persistent_module_hash",
             )
-        self._guard = Guard(walk, module)
 
     def _read(self) -> None:
         """Read the tensors, and compute the namespace."""
