@@ -69,15 +69,6 @@ def test_nothing_is_left_when_the_trainer_ends(end, code, start, place):
     place.all_ended()
 
 
-@pytest.mark.slow
-def test_no_process_is_left_when_the_server_ends(start, place):
-    process = start(WAIT).until("started")
-    both = pids(place)
-    os.kill(both[0], signal.SIGKILL)
-    place.all_ended(*both)
-    assert process.poll() is None
-
-
 def test_another_server_is_started_when_one_has_ended(place):
     first = own_servers("50MB", "keep")
     both = pids(place)
