@@ -226,14 +226,6 @@ class TierContract:
         _, back = only(tier.get(keys_of(range(5))))
         assert back.dtype == torch.float32 and torch.equal(back, output.bfloat16().float())
 
-    def test_nan_infinity_and_signed_zero_keep_their_bits(self, tier, settle):
-        words = torch.tensor([0x7FC00001, 0x7F800001, -0x400000, 0x7F800000, -0x800000, -0x80000000, 0, 1])
-        output = words.to(torch.int32).view(torch.float32).repeat(4, 8)
-        put_output(tier, range(4), output)
-        settle(tier)
-        _, back = only(tier.get(keys_of(range(4))))
-        assert torch.equal(back.view(torch.int32), output.view(torch.int32))
-
     def test_ragged_rows_come_back_by_shape(self, tier, settle):
         lengths = [5, 1, 3, 1, 0, 5, 64]
         for number, length in enumerate(lengths):

@@ -130,19 +130,6 @@ def test_a_table_grows_when_and_as_it_said():
     assert (index.find(keys[: len(index)]) == np.arange(len(index))).all()
 
 
-def test_reserve_grows_once_for_all_that_will_come():
-    keys = random_words(1000)
-    index = KeyIndex(np.zeros_like(keys))
-    told = index.growth(1000)
-    index.reserve(1000)
-    assert index.nbytes == told
-    assert index.room >= 1000
-    for start in range(0, 1000, 100):
-        index.add(keys[start : start + 100])
-    assert index.nbytes == told
-    assert (index.find(keys) == np.arange(1000)).all()
-
-
 @pytest.mark.parametrize("count", range(1, 13))
 def test_an_absent_key_is_given_up_on_however_many_slots_were_used(count):
     index = KeyIndex(np.zeros((12, 2), np.uint64))

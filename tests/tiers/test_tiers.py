@@ -107,12 +107,15 @@ class TestLater(LaterContract):
 @pytest.mark.parametrize("count", [60, pytest.param(800, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["memory", "shared"])
 def test_a_row_of_a_rare_shape_takes_its_bytes_and_less_than_64_more(kind, count, tmp_path):
-    """Shapes of 10 rows each, one row at a time and in any order."""
+    """Shapes of 10 rows each, one row at a time and in any order; another process reads shared ones."""
     shapes = [(1 + number % 7, 400 + 13 * number) for number in range(count)]
-    size = sum(10 * math.prod(shape) for shape in shapes)
-    budget = int(1.5 * size)
-    is_shared = kind == "shared"
-    tier = SharedTier(b"j" * 16, budget, folder=str(tmp_path)) if is_shared else MemoryTier(budget)
+    size = sum(10 * (math.prod(shape) + 8) for shape in shapes)
+    budget, job = int(1.5 * size), os.urandom(16)
+    makes = {
+        "memory": lambda: MemoryTier(budget),
+        "shared": lambda: SharedTier(job, budget, folder=str(tmp_path)),
+    }
+    tier = makes[kind]()
     items = [(number, row) for number in range(len(shapes)) for row in range(10)]
     random.Random(0).shuffle(items)
 
@@ -120,13 +123,23 @@ def test_a_row_of_a_rare_shape_takes_its_bytes_and_less_than_64_more(kind, count
         return Keys(NAMESPACES[0], keys_of([(number, row)]).data, number.to_bytes(4, "little"))
 
     def rows(number, row):
-        output = torch.full((1, *shapes[number]), (number + row) % 251, dtype=torch.uint8)
+        output = {"x": torch.full((1, *shapes[number]), (number + row) % 251, dtype=torch.uint8), "n": row}
         return Rows.from_pytree(output, 1, device=CPU)
 
     assert sum(tier.put(keys(*item), rows(*item)) for item in items) == len(items)
     most = 64 if count == 800 else 256  # a few rows do not fill the pages that they begin
     assert tier.stats().bytes <= budget and tier.stats().bytes - size < most * len(items)
+    reader = makes[kind]() if kind == "shared" else tier
     for item in items[::7]:
-        ((_, found),) = tier.get(keys(*item)).parts
-        assert torch.equal(found.columns[0], rows(*item).columns[0])
+        (_, found), expected = reader.get(keys(*item)).parts[0], rows(*item).columns
+        assert all(map(torch.equal, found.columns, expected))
+        words, as_bytes = (
+            keys(*item).words[0].tolist(),
+            [column.view(-1).view(torch.uint8) for column in expected],
+        )
+        made = reader.get_one(NAMESPACES[0], *words, lambda schema, row: list(map(bytes, row)))
+        assert made == [bytes(column.numpy()) for column in as_bytes]
+    together = Keys(NAMESPACES[0], keys_of(items[:300]).data)
+    assert sum(len(positions) for positions, _ in reader.get(together).parts) == len(items[:300])
+    reader.close()
     tier.close()

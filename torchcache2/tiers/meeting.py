@@ -175,18 +175,23 @@ class Scratch:
         self._fs = fs = FileSystem()
         remove_leftovers(tempfile.gettempdir(), _PREFIX, "", self._remove_if_dead)
         self._pid, self._is_shared = os.getpid(), job is not None
+        folder = tempfile.gettempdir()
+        os.stat(folder)  # `OSError` if it is gone
+        self._top = os.path.join(folder, f"{_PREFIX}{(job or os.urandom(16)).hex()}")
         self._alive: Descriptor | None = None
+        path = os.path.join(self._top, _ALIVE)
         while self._alive is None:
-            if job is None:
-                self._top = tempfile.mkdtemp(prefix=_PREFIX)
-                alive = fs.create(os.path.join(self._top, _ALIVE))
-            else:
-                self._top, alive = _of_job(fs, job)
-            # Another run may have deleted the folder as a leftover.
-            if fs.lock(alive, exclusive=False) is not False and fs.links(alive):
-                self._alive = alive
-            else:
-                time.sleep(_BETWEEN_TRIES)
+            # The job's last process may delete the folder meanwhile, as may another run, as a leftover.
+            with contextlib.suppress(FileNotFoundError):
+                own_folder(self._top)
+                try:
+                    alive = fs.create(path)
+                except FileExistsError:
+                    alive = open_to_lock(fs, path)
+                if fs.lock(alive, exclusive=False) is not False and fs.links(alive):
+                    self._alive = alive
+                    break
+            time.sleep(_BETWEEN_TRIES)
         self._exit = AtExit(self.remove, _EXIT_PRIORITY)
 
     @property
@@ -213,24 +218,6 @@ class Scratch:
             # Meanwhile the job may have ended, and another have made the folder anew.
             if self._fs.lock(alive, exclusive=True) and self._fs.links(alive):
                 _delete(top)
-
-
-def _of_job(fs: FileSystem, job: bytes) -> tuple[str, Descriptor]:
-    """The folder that the processes of a job share, and its ``.alive``; `OSError` if it is another user's."""
-    top = os.path.join(tempfile.gettempdir(), f"{_PREFIX}{job.hex()}")
-    path = os.path.join(top, _ALIVE)
-    while True:
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(top, 0o700)
-        # If the job's last process deletes the folder meanwhile, the loop makes it again.
-        with contextlib.suppress(FileNotFoundError):
-            if os.lstat(top).st_uid != os.getuid():
-                raise PermissionError(f"{top} belongs to another user")
-            try:
-                return top, fs.create(path)
-            except FileExistsError:
-                return top, open_to_lock(fs, path)
-        time.sleep(_BETWEEN_TRIES)
 
 
 def _delete(top: str) -> None:

@@ -167,24 +167,6 @@ def test_a_forked_child_has_connections_of_its_own(clients):
     assert get(clients, some) == values(some, 2000)
 
 
-def test_a_child_closes_what_it_has_of_its_parent(clients):
-    get(clients, keys(1))
-    reader, writer = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            before = open_files()
-            get(clients, keys(1))
-            os.write(writer, b"%d %d" % (before, open_files()))
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
-    before, after = os.read(reader, 99).split()
-    os.close(reader), os.close(writer)
-    assert before == after
-    assert get(clients, keys(1)) == [None] and clients.faults == 0
-
-
 class Interrupt(BaseException):
     pass
 

@@ -86,15 +86,6 @@ def test_the_queue_is_bounded(server, tiers):
     assert found(tier, range(200), 1000) == list(range(200))
 
 
-def test_no_more_waits_than_is_sent_in_time(server, tiers, monkeypatch):
-    monkeypatch.setattr("torchcache2.tiers.writer.most_seconds", lambda: 0.01)
-    tier = tiers([server], buffer=1000, delay=NEVER)
-    for name in range(100):
-        put(tier, [name], 1000)
-    assert tier._queue.pace.limit < 64 << 20
-    wait_until(lambda: size_of(server) > 0)
-
-
 # What waits, and what others drop.
 
 

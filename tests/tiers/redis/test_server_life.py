@@ -8,8 +8,8 @@ import pytest
 from tests.helpers import warm
 from tests.helpers.ownserver import answers
 from tests.helpers.storage import wait_until
-from torchcache2.core.places import Server, Servers
-from torchcache2.tiers.redis.server import hold, let_go, own_servers
+from torchcache2.core.places import Server
+from torchcache2.tiers.redis.server import let_go, own_servers
 from torchcache2.tiers.shared.region import start_time
 
 START = """
@@ -67,15 +67,6 @@ def test_nothing_is_left_when_the_trainer_ends(end, code, start, place):
     process.done(code)
     assert {"server", "held", "socket"} <= set(process.words)
     place.all_ended()
-
-
-@pytest.mark.slow
-def test_no_process_is_left_when_the_server_ends(start, place):
-    process = start(WAIT).until("started")
-    both = pids(place)
-    os.kill(both[0], signal.SIGKILL)
-    place.all_ended(*both)
-    assert process.poll() is None
 
 
 def test_another_server_is_started_when_one_has_ended(place):
@@ -226,11 +217,3 @@ def pickled(start, place):
 def test_a_process_that_gets_the_servers_keeps_the_server(start, place):
     process, child = pickled(start, place)
     check_that_it_outlives(process, child, place)
-
-
-def test_a_guard_of_a_server_that_has_ended_is_nothing(place):
-    servers = own_servers("50MB", "keep")
-    let_go(servers.guard)
-    place.all_ended()
-    hold(Servers(servers.servers, guard=servers.guard))
-    assert place.folders == []

@@ -208,23 +208,6 @@ def test_an_index_takes_at_most_64_bytes_a_row(join):
     assert most <= 64 and tier.stats().rows == 60_000
 
 
-@pytest.mark.slow
-def test_ragged_rows_take_two_descriptors_a_namespace(join):
-    first, second = join(), join()
-    before = len(os.listdir("/proc/self/fd"))
-    for width in range(1000):
-        output = {"tokens": torch.full((1, width % 250, 1 + width // 250), float(width)), "width": width}
-        assert first.put(keys_of([width]), Rows.from_pytree(output, 1, device=CPU)) == 1
-    parts = second.get(keys_of(range(1000))).parts
-    assert len(parts) == 1000
-    for (position,), rows in parts:
-        output = rows.to_pytree(device=CPU)
-        assert output["width"] == position and (output["tokens"] == float(position)).all()
-        assert output["tokens"].shape == (1, position % 250, 1 + position // 250)
-    assert len(os.listdir("/proc/self/fd")) <= before + 4  # two for each of the tiers
-    assert first.stats().bytes < 3_000_000  # of which 1.3 MB are rows
-
-
 def test_a_flipped_byte_is_a_miss_when_it_is_first_read(join, log):
     first, second, third = join(), join(), join()
     put(first, range(10), 100)
@@ -329,15 +312,6 @@ def test_ranks_that_cannot_share_have_memory_of_their_own(monkeypatch, log):
     )
     assert isinstance(tier, MemoryTier) and tier.budget == 10**6
     assert len(warnings_of(log)) == 1 and "on Linux only" in log[-1].getMessage()
-
-
-def test_ranks_share_the_memory_of_a_job(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    job, settings = os.urandom(16), CacheSettings(max_memory_cache_size="1MB")
-    (first,), (second,) = [make_tiers(settings, set, lambda namespace: {}, job) for _ in range(2)]
-    assert put(first, [1]) == 1 and found(second, [1]) == [1]
-    first.close()
-    second.close()
 
 
 @pytest.mark.parametrize("is_named", [False, True], ids=["any", "of our name"])

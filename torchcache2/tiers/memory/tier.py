@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +30,8 @@ from torchcache2.core.sizes import is_out_of_memory, size_text
 from torchcache2.tiers.base import Found, Make, Tier, TierStats
 from torchcache2.tiers.memory.arena import Arena
 from torchcache2.tiers.memory.table import ArenaTable
+
+_T = TypeVar("_T")
 
 
 class MemoryTier(Tier):
@@ -83,16 +85,7 @@ class MemoryTier(Tier):
     @with_ordinary_tensors
     def get(self, keys: Keys) -> Found:
         """The rows of those keys that are here, copied into fresh memory."""
-        with self._lock():
-            try:
-                self._catch_up()
-                return Found(self._find(keys))
-            except BaseException as error:
-                if is_out_of_memory(error):
-                    self._do_without(keys, error)
-                else:
-                    self._start_anew(error, "read")
-        return Found([])
+        return Found(self._tried("read", lambda: self._find(keys), keys) or [])
 
     def get_one(self, namespace: bytes, low: int, high: int, make: Make) -> Any:
         """What `make` builds from the row of one key, if it is on the host."""
@@ -113,13 +106,8 @@ class MemoryTier(Tier):
 
     def has(self, keys: Keys) -> Flags:
         """Whether each key has a row here now."""
-        with self._lock():
-            try:
-                self._catch_up()
-                return self._arenas.are_here(keys)
-            except BaseException as error:
-                self._start_anew(error, "read")
-        return np.zeros(len(keys), bool)
+        here = self._tried("read", lambda: self._arenas.are_here(keys))
+        return np.zeros(len(keys), bool) if here is None else here
 
     @with_ordinary_tensors
     def put(self, keys: Keys, rows: Rows, *, evicts: bool = True) -> int:
@@ -127,15 +115,7 @@ class MemoryTier(Tier):
 
         Without `evicts`, evict no row in use for them.
         """
-        with self._lock():
-            try:
-                self._catch_up()
-                return self._keep(keys, rows, evicts)
-            except torch.cuda.OutOfMemoryError as error:
-                self._do_without(keys, error)
-            except BaseException as error:
-                self._start_anew(error, "written")
-        return 0
+        return self._tried("written", lambda: self._keep(keys, rows, evicts), keys) or 0
 
     def offer(self, keys: Keys, rows: Rows) -> int:
         """Keep rows that a slower tier has too, without evicting rows in use."""
@@ -163,16 +143,22 @@ class MemoryTier(Tier):
 
     def stats(self) -> TierStats:
         """Rows, allocated bytes, and how many rows were evicted."""
+        self._tried("written", lambda: None)
+        with self._lock():
+            return TierStats(sum(map(len, self._arenas)), self._used(), self._arenas.evictions)
+
+    def _tried(self, verb: str, function: Callable[[], _T], keys: Keys | None = None) -> _T | None:
+        """What a function returns under the lock; None after a fault."""
         with self._lock():
             try:
                 self._catch_up()
+                return function()
             except BaseException as error:
-                self._start_anew(error, "written")
-            return TierStats(
-                rows=sum(map(len, self._arenas)),
-                bytes=self._used(),
-                evictions=self._arenas.evictions,
-            )
+                if keys is not None and is_out_of_memory(error):
+                    self._do_without(keys, error)
+                else:
+                    self._start_anew(error, verb)
+        return None
 
     def _start_anew(self, error: BaseException, verb: str) -> None:
         """Forget everything after a fault, since rows may be half moved; later look-ups miss."""

@@ -91,11 +91,8 @@ class Node:
         if "path" in options:
             options["unix_socket_path"] = options.pop("path")
         options.setdefault("ssl", any(name.startswith("ssl_") for name in options))
-        # Servers may forbid the command with the client's name and version.
-        untold = ["driver_info"] if hasattr(redis, "DriverInfo") else ["lib_name", "lib_version"]
         self._pool = redis.Redis(
             **options,
-            **dict.fromkeys(untold),
             protocol=2,
             socket_connect_timeout=connect_timeout,
             socket_timeout=read_timeout,

@@ -30,7 +30,7 @@ _PATIENCE = 5.0  # seconds until a program is ready
 _PORTS = 10  # tried ports; another process may take one before the server does
 _LAST = 2000  # last bytes of the server's output to keep
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
-_DAILY = 12 * 3600.0  # seconds
+_LONG = 12 * 3600.0  # seconds
 
 
 class Process:
@@ -131,11 +131,8 @@ def watch(folder: str, file: int, held: int, process: Process) -> None:
             os.kill(process.pid, signal.SIGKILL)
 
     threading.Thread(target=wait_for_job, daemon=True).start()
-    while (is_alive := process.read(_DAILY)) is not False:
-        if is_alive is None:  # keeps services that clean up temporary files from deleting these
-            for name in (FILE, HELD, SOCKET):
-                with contextlib.suppress(OSError):
-                    os.utime(os.path.join(folder, name))
+    while process.read(_LONG) is not False:
+        pass
     process.end()
     fcntl.flock(file, fcntl.LOCK_EX)
     # If the server had ended by itself, another process may have started a new one in the same place.

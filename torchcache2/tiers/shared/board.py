@@ -8,7 +8,7 @@ head the last writer wins.
 ==================  =====================================================================================
 head                magic, the job's name, its lock, and the words of `Board`
 members             the processes: pid, start time
-files               of each namespace: inode, dropped inode, bytes, rows, whether unclaimed, the namespace
+files               of each namespace: inode, dropped inode, bytes, rows, the namespace
 holders             which process has which file open: file + 1, member, descriptor
 tickets             the numbers under which claims are held; see `Tickets`
 ==================  =====================================================================================
@@ -135,12 +135,12 @@ class _Word:
 
 _MAGIC = 0x31_6B6E_6172_6374  # "tcrank1"
 _MEMBERS, _FILES, _HOLDERS = 512, 512, 2048  # rows
-_SHAPES = [(_MEMBERS, 2), (_FILES, 7), (_HOLDERS, 3), (Tickets.MOST, Tickets.COLUMNS)]
+_SHAPES = [(_MEMBERS, 2), (_FILES, 6), (_HOLDERS, 3), (Tickets.MOST, Tickets.COLUMNS)]
 _SIZE = PAGE + sum(pages(8 * rows * columns) for rows, columns in _SHAPES)
 _NAME, _LOCK, _LONGEST = 1, 3, 5  # words of the head, beside those of `Board`
 _PID, _START = range(2)
 _PID_BITS = 22  # the most that Linux gives a pid
-_INODE, _DROPPED, _BYTES, _ROWS, _UNCLAIMED, _NAMESPACE = range(6)  # of a file; its namespace is two words
+_INODE, _DROPPED, _BYTES, _ROWS, _NAMESPACE = range(5)  # of a file; its namespace is two words
 _FILE, _MEMBER, _DESCRIPTOR = range(3)
 _SMALL, _SUFFICIENT = 30_000, 200_000  # bytes: a budget from the first on counts as at least the second
 
@@ -231,14 +231,6 @@ class Board:
         """Add rows, or subtract them, for a file."""
         self._files[file, _ROWS] += count
 
-    def is_unclaimed(self, file: int) -> bool:
-        """Whether a file's keys must not be claimed, because some of its rows cannot be kept."""
-        return bool(self._files[file, _UNCLAIMED])
-
-    def leave_unclaimed(self, file: int) -> None:
-        """Record that some rows of a file cannot be kept."""
-        self._files[file, _UNCLAIMED] = 1
-
     # Members
 
     def enter(self, pid: int, start: int) -> int:
@@ -324,7 +316,7 @@ class Board:
             return None
         file = int(free[0])
         words = np.frombuffer(namespace, np.int64).tolist()
-        self._files[file, 1:] = [0, size, 0, 0, *words]
+        self._files[file, 1:] = [0, size, 0, *words]
         if not self.hold(file, region, member):
             return None
         self._files[file, _INODE] = region.inode

@@ -155,6 +155,7 @@ class SharedTier(Tier):
         self.thread: Callable[[], int] = threading.get_native_id  # unique over all processes
         self._tables = Tables(self._job, in_use)
         self._asked: deque[tuple[Callable[[bytes], None], bytes]] = deque()
+        self._unshared: set[bytes] = set()  # namespaces with rows that cannot be shared: none is claimed
         self._told = ToldOnce()
         self._pins = False  # whether rows go to an accelerator: it copies faster from pinned memory
         self._is_off = False  # whether this process has stopped sharing, after a fault that would recur
@@ -249,7 +250,7 @@ class SharedTier(Tier):
             if len(keys) == 0 or board.is_full:
                 return None
             table = self._tables.find(keys.namespace, create=True)
-            if table is None or board.is_unclaimed(table.file):
+            if table is None or keys.namespace in self._unshared:
                 return None
             # Else this thread might wait for processes that wait for its other claim.
             if board.tickets.has_one(self.thread(), table.file):
@@ -358,6 +359,6 @@ class SharedTier(Tier):
         try:
             return table.put(keys.words, rows)
         except UnserialisableError as error:
-            self._job.board.leave_unclaimed(table.file)
+            self._unshared.add(keys.namespace)
             self._told("schema", "rows that other processes cannot read are not shared: %s", str(error))
             return 0, True
