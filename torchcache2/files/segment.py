@@ -217,30 +217,20 @@ def _compressed(
 
 
 def _sample(pieces: Sequence[Sequence[Bytes2D]], per_block: int) -> list[list[Bytes]]:
-    """Some of the blocks, or all if there are few; of large rows, slices."""
-    count = sum(len(columns[0]) for columns in pieces)
-    if per_block == 1 and sum(column.nbytes for columns in pieces for column in columns) > _LARGE:
-        return _slices(pieces, count)
-    if count <= per_block * _FEW:
+    """Some blocks, or all if there are few; of blocks with large leaves, slices of these, evenly spread."""
+    rows = sum(len(columns[0]) for columns in pieces)
+    size = sum(column.shape[1] for column in pieces[0]) * per_block
+    if rows <= per_block * _FEW and rows // per_block * size <= _LARGE:
         return list(_blocks(pieces, per_block))
-    step = max(1, count // _SAMPLES)
+    step = per_block if size > _SLICE else 1
+    places = [(columns, row) for columns in pieces for row in range(0, len(columns[0]), step)]
+    places = places[:: max(1, len(places) // _SAMPLES)]
+    each = max(1, _SAMPLES // len(places)) if size > _SLICE else 1
     found = []
-    for columns in pieces[:: max(1, len(pieces) // _SAMPLES)]:
-        for start in range(0, len(columns[0]), step):
-            found.append([column[start : start + per_block].reshape(-1) for column in columns])
-    return found
-
-
-def _slices(pieces: Sequence[Sequence[Bytes2D]], count: int) -> list[list[Bytes]]:
-    """Slices of some of the rows, evenly spread."""
-    rows = [[column[row] for column in columns] for columns in pieces for row in range(len(columns[0]))]
-    each = max(1, _SAMPLES // count)
-    found = []
-    for columns in rows[:: max(1, count // _SAMPLES)]:
-        for i in range(each):
-            starts = [len(column) * i // each // 8 * 8 for column in columns]  # whole elements
-            pairs = zip(columns, starts, strict=True)
-            found.append([column[start : start + _SLICE] for column, start in pairs])
+    for number, (columns, row) in enumerate(places * each):
+        parts = [column[row : row + per_block].reshape(-1) for column in columns]
+        starts = [max(0, len(part) - _SLICE) * number // (len(places) * each) // 8 * 8 for part in parts]
+        found.append([part[at : at + _SLICE] for part, at in zip(parts, starts, strict=True)])
     return found
 
 
