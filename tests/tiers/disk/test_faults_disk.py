@@ -661,20 +661,6 @@ def test_damage_of_every_row_of_a_batch_from_many_segments(path, log, codec):
     tier.close()
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"{", b"[1]", b"\xff\xfe", b'{"format_version": 99}', b"[" * 10_000]
-)
-def test_a_damaged_fingerprint_file_does_no_harm(path, log, content):
-    fill(path)
-    (path / NAMESPACES[0].hex() / "fingerprint.json").write_bytes(content)
-    tier = handle(path)
-    assert found(tier, OLD, WIDTH) == sorted(OLD)
-    put(tier, NEW, WIDTH)
-    tier.close()
-    assert sealed_names(path, OLD + NEW, WIDTH) == sorted(OLD + NEW)
-    assert tier.stats().faults == 0 and warnings_of(log) == []
-
-
 def test_no_memory_for_a_batch_is_a_miss(path, log, monkeypatch):
     fill(path)
     tier = handle(path)
