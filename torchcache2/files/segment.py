@@ -419,8 +419,11 @@ class _Reads:
                     file, opened = self._jobs[number].segment.file(), number
                 if read(file, some, offset) != size:
                     self._fs.read_all(file, some, offset)
-            except DamagedError:  # the file is too short
-                bad += range(first, last)
+            except DamagedError:  # the file is too short for some of them
+                for one in (slice(i, i + 1) for i in range(first, last) if last - first > 1):
+                    alone = self._read(owners[one], starts[one], ends[one], views[one], sums and sums[one])
+                    bad += [one.start] * len(alone)
+                bad += [first] * (last - first == 1)
                 continue
             except OSError as error:
                 self.fail(number, error)
