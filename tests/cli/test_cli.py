@@ -774,7 +774,7 @@ def commands_of(text):
 def loosely(text):
     """Text without what differs between runs: sizes and ratios, names of segments and folders, and spaces."""
     text = re.sub(r"/\S+/features\b", "#", text)
-    text = re.sub(r"\b\d+(\.\d+)?( [KMG]?B\b)|\b\d+\.\d+\b", "#", text)
+    text = re.sub(r"\b\d+(\.\d+)?( [kMG]?B\b)|\b\d+\.\d+\b", "#", text)
     text = re.sub(r"\b[0-7][0-9A-HJKMNP-TV-Z]{25}\b", "#", text)
     return "\n".join(" ".join(line.split()) for line in text.splitlines() if line.strip())
 

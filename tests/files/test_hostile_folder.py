@@ -16,9 +16,7 @@ import traceback
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.helpers import warm
 from tests.helpers.storage import (
     NAMESPACES,
     NEVER,
@@ -39,7 +37,7 @@ from torchcache2.cli.commands import run
 from torchcache2.core.errors import NewerFormatError
 from torchcache2.files.directory import FINGERPRINT, LOCK, TAG, TAG_TEXT, CacheDirectory
 from torchcache2.files.filesystem import Descriptors, FileSystem, StrangeFileError, most_open, ulid
-from torchcache2.files.removal import deleting, in_use
+from torchcache2.files.removal import deleting
 from torchcache2.tiers.disk import index as located_module
 from torchcache2.tiers.disk.tier import DiskTier
 
@@ -252,26 +250,6 @@ def test_a_damaged_segment_whose_new_name_is_taken_stays(path, tmp_path, log, ki
     assert is_there() and file.exists() and sealed_names(path, ROWS) == ROWS
 
 
-@pytest.mark.slow
-def test_a_run_and_its_end_do_not_wait_for_a_pipe(path):
-    """With its threads, and the writer at exit."""
-    script = """if True:
-        import sys, torch
-        from torchcache2 import torchcache
-        @torchcache(persistent=True, persistent_cache_dir=sys.argv[1], persistent_module_hash="name")
-        def f(x):
-            return x * 2
-        x = torch.arange(6.0).reshape(3, 2)
-        assert torch.equal(f(x), x * 2) and f.cache_instance.stats().hits == 0
-    """
-    same = torchcache(lambda x: x, persistent_module_hash="name").cache_instance.module_hash
-    (path / same).mkdir(parents=True)
-    (path / TAG).write_text(TAG_TEXT)
-    os.mkfifo(path / same / FINGERPRINT)
-    done = warm.run(script, path, whole=True)
-    assert done.err.count("WARNING") == 1 and "is not a regular file" in done.err, done.err
-
-
 # Files that are open
 
 
@@ -332,48 +310,6 @@ def test_all_tiers_of_a_process_have_few_files_open(path, limit):
     for tier in tiers:
         tier.close()
     assert open_files() <= before + 1
-
-
-def test_a_forked_child_counts_what_it_has_from_its_parent(path, limit):
-    names = many(path, 100)
-    Descriptors.spare()
-    before = open_files()
-    limit(512)
-    tiers = [handle(path) for _ in range(3)]
-    for tier in tiers:
-        assert found(tier, names, namespace=ZERO) == names
-
-    def child():
-        for tier in tiers:
-            assert found(tier, names, namespace=ZERO) == names
-        assert open_files() - before <= 512 // 4 + 4
-
-    forked(child)
-    for tier in tiers:
-        assert found(tier, names, namespace=ZERO) == names
-        tier.close()
-
-
-def test_many_namespaces_take_few_files(path, limit, monkeypatch):
-    monkeypatch.setattr(located_module, "_HOLD_EVERY", 0.0)  # a lost hold is taken again at once
-    while Descriptors.spare():
-        pass  # what tiers of other tests still have open
-    before = open_files()
-    limit(256)
-    tier = handle(path)
-    namespaces = [number.to_bytes(16, "big") for number in range(100)]
-    for namespace in namespaces:
-        put(tier, ["one"], namespace=namespace)
-    tier.flush()
-    for namespace in namespaces:
-        assert found(tier, ["one"], namespace=namespace) == ["one"]
-    assert open_files() - before <= 256 // 4
-    directory = CacheDirectory(str(path), FileSystem())
-    assert in_use(directory, namespaces[-1].hex())  # what was used last
-    assert sum(in_use(directory, namespace.hex()) for namespace in namespaces) <= 32
-    tier.drop(namespaces[-1])
-    tier.close()
-    assert not any(in_use(directory, namespace.hex()) for namespace in namespaces)
 
 
 @contextlib.contextmanager
@@ -463,25 +399,6 @@ def test_a_path_that_cannot_be_is_a_mistake_at_once(tmp_path, monkeypatch, kind)
     assert sorted(os.listdir()) == ["file", "loop"]
 
 
-@pytest.mark.parametrize("kind", ["file", "pipe", "loop of links", "link to nothing", "link to a device"])
-def test_a_path_that_becomes_something_else_is_one_warning(path, tmp_path, log, kind):
-    @torchcache(persistent=True, persistent_cache_dir=path)
-    def double(x):
-        return x * 2
-
-    if kind == "file":
-        path.write_text("mine")
-    else:
-        strange(kind, path, tmp_path)
-    before = os.lstat(path)
-    x = torch.arange(6.0).reshape(3, 2)
-    for _ in range(3):
-        assert torch.equal(double(x), x * 2)
-    assert double.cache_instance.stats().hits == 6 and len(warnings_of(log)) == 1
-    double.cache_instance.close()
-    assert os.path.samestat(os.lstat(path), before)
-
-
 # Namespaces that cannot be written
 
 
@@ -501,7 +418,7 @@ class Forbidden(Watched):
             raise OSError(self.code, os.strerror(self.code))
 
 
-@pytest.mark.parametrize("code", [errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENOTDIR])
+@pytest.mark.parametrize("code", [errno.EACCES, errno.ENOTDIR])
 def test_a_namespace_that_cannot_be_written_is_alone(path, log, code):
     fill(path, (A, B))
     fs = Forbidden(A, code=code)
@@ -515,7 +432,7 @@ def test_a_namespace_that_cannot_be_written_is_alone(path, log, code):
     assert 1 <= tier.stats().faults <= 4 and fs.tries <= 8
     first, *rest = warnings_of(log)
     assert str(path / A.hex()) in first.getMessage()
-    passes = code in (errno.EIO, errno.ENOTDIR)
+    passes = code == errno.ENOTDIR
     assert [record.getMessage() for record in rest] == [
         f"rows that could not be written to {path}: 1"
     ] * passes

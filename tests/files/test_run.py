@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from tests.helpers.storage import Faulty, Short, Unsynced
+from tests.helpers.storage import Unsynced
 from torchcache2.core.errors import DamagedError, NewerFormatError
 from torchcache2.files import run as module
 from torchcache2.files.filesystem import Descriptors
@@ -161,21 +161,6 @@ def test_damage_is_found_wherever_it_is(tmp_path):
             unseen += not here
             assert here in ([], right[one])
     assert unseen < 100
-
-
-def test_short_reads_and_failing_calls(tmp_path):
-    keys = [key(number, number) for number in range(300)]
-    parts, alive = [part_of({1: keys})], {name_of(1)}
-    run = written(tmp_path, parts, alive, Short(1000))
-    assert len(found(run, keys)) == 300 and all(found(run, keys).values())
-    calls = Faulty(28, 10**9)
-    written(tmp_path, parts, alive, calls)
-    before = set(os.listdir(tmp_path))
-    for first in range(len(calls.calls) - 4):  # the last calls read what was written
-        with pytest.raises(OSError, match="No space"):
-            written(tmp_path, parts, alive, Faulty(28, first, first + 1))
-        assert {name for name in os.listdir(tmp_path) if not name.endswith(".run")} <= {".tmp"}
-    assert before <= set(os.listdir(tmp_path))
 
 
 def golden_part():

@@ -291,11 +291,6 @@ def test_no_row_at_all_may_be_asked_for(tmp_path):
         assert read(segment, []) == []
 
 
-def test_rows_larger_than_one_call_reads_come_back(tmp_path):
-    batches = batches_of((filled(torch.float32, (3000, 2)), 3000))
-    check(opened(tmp_path / "a", file_of(batches)), batches, list(range(2999, -1, -1)))
-
-
 @dataclasses.dataclass(frozen=True)
 class Spec:
     """What Hypothesis draws for a tensor; extents that grow are larger in each batch."""
@@ -481,14 +476,6 @@ def test_a_codec_that_saves_less_than_a_tenth_is_not_used(zeros, expected):
     layout = encode(batches, codec_of("brotli")).layout
     assert layout.codec == expected
     assert (layout.row_data_bytes <= 0.9 * 400_000) == (expected == "brotli")
-
-
-@pytest.mark.parametrize("codec", CODECS)
-def test_rows_that_do_not_shrink_have_no_codec(tmp_path, codec):
-    batches = batches_of((noise(500, 40), 500), (noise(1, 40), 1))
-    segment = opened(tmp_path / "a", file_of(batches, codec))
-    assert (segment.layout.codec, segment.layout.rows_per_block) == ("none", 0)
-    check(segment, batches, [500, 0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -768,22 +755,6 @@ def test_a_file_that_shrinks_after_it_was_opened_loses_rows_and_no_more(tmp_path
         assert segment.check() == rows.count(None)
 
 
-@pytest.mark.parametrize("name", ["brotli", "blosc2", "none"])
-def test_a_range_of_zeros_is_found(tmp_path, name):
-    # What a file system may leave of bytes that were never synced.
-    batches, codec = tiny(name)
-    data = file_of(batches, codec)
-    _, start = index_of(data)
-    for first in range(start):
-        if any(data[first:start]):
-            with pytest.raises(DamagedError):
-                opened(tmp_path / "a", data[:first] + bytes(len(data) - first))
-    segment = opened(tmp_path / "a", data[:start] + bytes(len(data) - start))
-    rows = read_each(segment)
-    assert None in rows
-    assert all(row in (None, right) for row, right in zip(rows, rows_in(batches), strict=True))
-
-
 @hypothesis.settings(max_examples=200 if SOAK else 50)
 @hypothesis.given(st.binary(max_size=300))
 def test_garbage_is_damage(folder, data):
@@ -830,14 +801,6 @@ def assembled(header, body):
     covered = len(text).to_bytes(8, "little") + text + body[: start if 0 <= start <= len(body) else None]
     digits = xxh3_64_hexdigest(covered).encode()
     return len(text).to_bytes(8, "little") + text.replace(b"0" * 16, digits, 1) + body
-
-
-def test_a_file_that_was_taken_apart_and_assembled_is_the_same(tmp_path):
-    for name in TINY:
-        data = file_of(*tiny(name))
-        header, body = parts_of(data)
-        again = assembled(header, body)
-        check(opened(tmp_path / "a", again), tiny(name)[0])
 
 
 def harmless(path, data, limit=LIMIT):
@@ -941,62 +904,6 @@ def test_headers_that_lie_do_no_harm(folder, data, name, extra):
     except RecursionError:
         hypothesis.reject()
     harmless(folder / "lies", file)
-
-
-EXTENTS = st.sampled_from([0, 1, 2, 5, 300, 2**20, 2**40, 2**47, -1, -1, -1])
-INTEGERS = st.sampled_from(
-    [0, 1, 2, 3, 16, 100, -1, 2**20, 2**40, 2**48, 2**62, 2**63 - 1, -(2**63), -(2**62)]
-)
-
-
-@st.composite
-def layouts(draw):
-    leaves = []
-    for number in range(draw(st.integers(0, 3))):
-        shape = tuple(draw(st.lists(EXTENTS, max_size=4)))
-        dtype = draw(st.sampled_from(DTYPES))
-        kind = draw(st.sampled_from(["tensor", "tensor", "str", "bytes", "none"]))
-        if kind != "tensor":
-            dtype, shape = torch.uint8, draw(st.sampled_from([(-1,), (3,)] if kind != "none" else [(0,)]))
-        leaves.append(Leaf(f"[{number}]", kind, dtype, dtype, shape, kind == "tensor" and len(shape) == 3))
-    _, structure = pytree.tree_flatten(tuple(leaves))
-    if len(leaves) == 1:
-        structure = BARE
-    return Layout(
-        NAMESPACE,
-        Schema(structure, tuple(leaves)),
-        draw(st.sampled_from(CODECS)),
-        draw(st.integers(1, 6)),
-        draw(st.sampled_from([0, 1, 1, 1, 2, 4, 5, 2048, 10**8])),
-        draw(st.integers(0, 200)),
-    )
-
-
-@hypothesis.settings(max_examples=200 if SOAK else 50)
-@hypothesis.given(data=st.data(), layout=layouts(), lies=st.sampled_from([0.0, 0.0, 0.3, 1.0]))
-def test_files_that_lie_throughout_do_no_harm(folder, data, layout, lies):
-    rng = random.Random(data.draw(st.integers(0, 10**6)))
-    body = rng.randbytes(
-        layout.payload_bytes if layout.rows_per_block else min(max(layout.row_data_bytes, 0), 20_000)
-    )
-    index = []
-    for name, (dtype, shape) in layout.index.items():
-        size = int(np.prod(shape))
-        array = np.frombuffer(rng.randbytes(8 * size), "<i8").copy()
-        if name == "offsets":
-            array = np.sort(
-                [0, *[rng.randint(0, layout.payload_bytes) for _ in range(size - 2)], layout.payload_bytes]
-            )
-        elif name == "shapes":
-            array = np.array([rng.choice([0, 1, 2, 3]) for _ in range(size)])
-        if name in ("offsets", "shapes") and rng.random() < lies:
-            array = np.array(data.draw(st.lists(INTEGERS, min_size=size, max_size=size)))
-        index.append([name, array.astype("<i8").tobytes() if dtype != "U8" else rng.randbytes(size)])
-    try:
-        head = layout.header([data for _, data in index])
-    except UnserialisableError:
-        hypothesis.reject()
-    harmless(folder / "lies", head + body)
 
 
 def claiming(name, **changes):
@@ -1125,19 +1032,6 @@ def test_a_large_row_is_written_without_a_second_copy_of_it(tmp_path):
     columns = empty_columns(segment.layout.schema, 1)
     assert segment.read(np.array([0]), columns, np.array([0]))
     assert columns[0].tobytes() == raw(row)
-
-
-@pytest.mark.slow
-def test_a_check_of_everything_holds_a_few_rows_at_a_time(tmp_path):
-    data = file_of(batches_of((torch.zeros(1, 1 << 18), 1)), "brotli")
-    _, start = index_of(data)
-    block, count = data[start:], 200
-    ends = [i * len(block) for i in range(count + 1)]
-    segment = opened(tmp_path / "a", resized(count, 1, "brotli", (1 << 18,), block * count, offsets=ends))
-    tracemalloc.start()
-    assert segment.check() == count
-    assert tracemalloc.get_traced_memory()[1] < 50 << 20
-    tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

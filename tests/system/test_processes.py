@@ -250,29 +250,6 @@ def test_handlers_that_run_at_exit_may_still_call_the_module(path):
     assert found_by_another(path, 12) == list(range(12))
 
 
-FIRST_AT_EXIT = """
-import atexit
-
-net = make()()
-
-
-def late():
-    for _ in range(2):
-        check(net, range(8))
-    print(stats(net).hits, stats(net).misses)
-
-
-atexit.register(late)
-"""
-
-
-@pytest.mark.slow
-def test_a_module_that_is_first_called_at_exit_works(path):
-    process = warm.start(NET + FIRST_AT_EXIT, path, whole=True).done()
-    assert process.words == ["8", "8"] and process.err == ""
-    assert set(found_by_another(path, 8)) <= set(range(8))
-
-
 DAEMON = """
 import itertools, threading
 

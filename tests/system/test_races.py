@@ -106,10 +106,6 @@ def meanwhile(function, *args):
     return results
 
 
-def raise_(error):
-    raise error
-
-
 def used(directory):
     return [one for one in NAMESPACES if in_use(directory, one.hex())]
 
@@ -123,22 +119,6 @@ def deleted_but_open(path):
 
 
 # Who writes, and who makes room
-
-
-@pytest.mark.parametrize("by", ["the writer", "another process"])
-def test_room_is_not_made_in_the_folder_that_is_about_to_be_written(make, path, directory, by):
-    fill(path, 5, namespace=B)
-    fs = Meddled()
-    budget = 200_000 if by == "the writer" else 10**9
-    tier = make(budget, in_use=lambda: {C}, fs=fs)  # the weights have changed
-    if by == "another process":
-        fs.when("create", ".tmp", before=lambda: make_room(directory, 0, 200_000, lru=False))
-    again = []  # a second time, for a folder that was deleted
-    fs.when("create", f"{A.hex()}/{FINGERPRINT}", number=2, before=lambda: again.append(1))
-    seal(tier, NEW, WIDTH)
-    assert tier.stats().faults == 0 and again == []
-    assert found(tier, NEW, WIDTH) == sealed_names(path, NEW, WIDTH) == NEW
-    assert size_of(path) < 200_000 + len(NEW) * WIDTH * 4 + 4000
 
 
 def test_a_namespace_that_is_only_asked_about_is_not_taken_for_one_in_use(make, path, log):
@@ -250,17 +230,6 @@ def test_who_reads_while_an_old_segment_is_deleted_counts_as_a_user(make, path, 
     assert found(reader, want, WIDTH) == sealed_names(path, want, WIDTH) == want
 
 
-def test_who_reads_while_its_own_writer_makes_room_counts_as_a_user(make, path, directory, at_once):
-    fill(path, 5, namespace=B)
-    want = [(number, 0) for number in range(1, 5)]
-    fs = Meddled()
-    tier = make(200_000, fs=fs)
-    fs.when("remove", B.hex(), after=lambda: meanwhile(found, tier, want, WIDTH, B))
-    seal(tier, NEW, WIDTH)
-    wait_until(lambda: found(tier, want, WIDTH, B) == want and used(directory) == [A, B])
-    assert fs.happened()
-
-
 def test_who_only_reads_uses_what_is_in_use(make, path, directory):
     for namespace in NAMESPACES:
         fill(path, 1, namespace=namespace)
@@ -297,21 +266,6 @@ def test_rows_are_written_although_the_folder_is_deleted_meanwhile(make, path, d
     assert len(segments(path)) == 1
 
 
-def test_a_folder_that_comes_and_goes_while_it_is_made_is_no_fault(make, path, monkeypatch):
-    tier, folder, system, turns = make(), str(path / A.hex()), os.mkdir, []
-
-    def mkdir(name, mode=0o777, **options):
-        if os.fspath(name) == folder and not turns:
-            turns.append(1)
-            raise FileExistsError(errno.EEXIST, "another one was first, and it is gone again", folder)
-        system(name, mode, **options)
-
-    monkeypatch.setattr(os, "mkdir", mkdir)
-    seal(tier, range(5))
-    assert turns and tier.stats().faults == 0
-    assert sealed_names(path, range(5)) == list(range(5))
-
-
 def test_the_name_of_a_folder_is_synced_although_its_maker_was_killed(make, path, tmp_path):
     class Killed(PowerCut):
         """Whoever has made the folder gets no further."""
@@ -345,20 +299,6 @@ def test_room_is_made_while_another_process_enters_a_namespace(make, path, direc
     seal(make(fs=fs), ["first"])
     assert sealed_names(path, ["first"]) == ["first"] and fs.happened()
     assert len(segments(path, B)) == 1
-
-
-def test_rm_leaves_a_namespace_that_somebody_begins_to_use(make, path, directory):
-    make()
-    (path / A.hex()).mkdir()
-    fs, holds = Meddled(), []
-
-    def begin():
-        directory.prepare(A, {})
-        holds.append(directory.hold(A))
-
-    fs.when("listing", A.hex(), after=begin)
-    remove_namespace(CacheDirectory(str(path), fs), A.hex())
-    assert directory.fs.same(holds[0], path / A.hex() / FINGERPRINT)
 
 
 # Who drops, and who reads
@@ -411,28 +351,6 @@ def test_rows_that_are_read_while_they_are_cleared_do_not_stay_in_memory(path, m
         cache.clear()
     assert fs.happened() and not (fetch(range(3), 0.0) == 1.0).any()
     cache.close()
-
-
-def test_a_segment_that_comes_back_is_found_again(make, path, directory, tmp_path, at_once):
-    fill(path, 1)
-    shutil.copytree(path / A.hex(), tmp_path / "aside")
-    tier = make()
-    assert found(tier, ["nowhere"], WIDTH) == []
-    remove_namespace(directory, A.hex(), force=True)
-    assert found(tier, ALL, WIDTH) == []
-    shutil.copytree(tmp_path / "aside", path / A.hex())
-    assert found(tier, ALL, WIDTH) == ALL
-
-
-def test_a_segment_that_could_not_be_read_once_is_found_again(make, path, at_once):
-    fill(path, 1)
-    os.utime(path / A.hex(), (1, 1))  # nothing has come or gone for long
-    fs = Meddled()
-    tier = make(fs=fs)
-    assert found(tier, ["nowhere"], WIDTH) == []
-    fs.when("read", ".safetensors", before=lambda: raise_(OSError(errno.EIO, "once")))
-    assert found(tier, ALL, WIDTH) == [] and tier.stats().faults == 1
-    assert found(tier, ALL, WIDTH) == ALL and tier.stats().faults == 1
 
 
 # Who closes

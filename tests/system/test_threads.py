@@ -66,24 +66,6 @@ def test_sixteen_threads_on_one_module_get_no_wrong_output(policy, budget, calls
     assert stats.hits + stats.misses + sum(stats.bypasses.values()) > 16 * calls
 
 
-def test_threads_with_modules_of_their_own_share_a_budget():
-    cached = torchcache(max_memory_cache_size=30_000, policy="lru")(type("Shared", (Net,), {}))
-
-    def work(number):
-        torch.default_generator.manual_seed(number)
-        module = cached().eval().requires_grad_(False)
-        weight, bias = module.fc.weight.double(), module.fc.bias.double()
-        for step in range(2000 if SOAK else 20):
-            x = torch.arange(6.0).repeat(4, 1) + step % 7 + torch.arange(4.0)[:, None]
-            expected = torch.relu(x.double() @ weight.T + bias)
-            if not torch.allclose(module(x)["y"].double(), expected, atol=1e-4):
-                return False
-        return True
-
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(work, range(8)))
-
-
 def test_caches_made_and_dropped_while_others_evict_do_not_deadlock():
     cached = torchcache(max_memory_cache_size=20_000, policy="lru")(type("Short", (Net,), {}))
 

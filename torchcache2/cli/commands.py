@@ -44,7 +44,6 @@ app = typer.Typer(
 _AT_ONCE = 100  # objects
 _LEAST_PREFIX = 8  # characters of a namespace
 _NUMBERS = ("rows", "bytes", "a row", "ratio", "segments", "files", "age", "last use")
-_UNITS = ("KB", "MB", "GB", "TB", "PB")
 
 
 class _Format(str, enum.Enum):
@@ -135,21 +134,19 @@ def _stats(directory: _Dir = ".", form: _AsFormat = _Format.table) -> None:
         return
     unreadable = f", {totals['unreadable']:,} unreadable" if totals["unreadable"] else ""
     codecs = ", ".join(f"{name} {count:,}" for name, count in totals["codecs"].items())
-    print_pairs(
-        {
-            "directory": totals["directory"],
-            "format": str(totals["format"]),
-            "namespaces": f"{totals['namespaces']:,}, {totals['in_use']:,} in use",
-            "segments": f"{totals['segments']:,}{unreadable}",
-            "rows": f"{totals['rows']:,}",
-            "bytes": size(totals["bytes"]),
-            "ratio": ratio(totals["ratio"]),
-            "codecs": codecs or "-",
-            "corrupt files": f"{totals['corrupt']:,}",
-            "temporary files": f"{totals['temporary']:,}",
-            "foreign files": f"{totals['foreign']:,}",
-        }
-    )
+    facts = {
+        "directory": totals["directory"],
+        "format": str(totals["format"]),
+        "namespaces": f"{totals['namespaces']:,}, {totals['in_use']:,} in use",
+        "segments": f"{totals['segments']:,}{unreadable}",
+        "rows": f"{totals['rows']:,}",
+        "bytes": size(totals["bytes"]),
+        "ratio": ratio(totals["ratio"]),
+        "codecs": codecs or "-",
+        **{f"{kind} files": f"{totals[kind]:,}" for kind in ("corrupt", "temporary", "foreign")},
+    }
+    for name, value in facts.items():
+        say(f"{name:15}  {value}" if sys.stdout.isatty() else f"{name}\t{value}")
 
 
 @app.command("verify")
@@ -336,23 +333,11 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for i, name in enumerate(columns):
         is_number = name in _NUMBERS
-        table.add_column(
-            name, justify="right" if is_number else "left", no_wrap=is_number or i == 0, overflow="fold"
-        )
+        justify = "right" if is_number else "left"
+        table.add_column(name, justify=justify, no_wrap=is_number or i == 0, overflow="fold")
     for row in rows:
         table.add_row(*map(Text, row))  # text from files is not markup
     Console().print(table)
-
-
-def print_pairs(pairs: Mapping[str, str]) -> None:
-    """Print names and values."""
-    if not sys.stdout.isatty():
-        for name, value in pairs.items():
-            say(f"{name}\t{value}")
-        return
-    console, width = Console(), max(map(len, pairs))
-    for name, value in pairs.items():
-        console.print(Text.assemble((name.ljust(width), "bold"), "  ", value), soft_wrap=True)
 
 
 @contextlib.contextmanager
@@ -381,13 +366,10 @@ def counted(count: int, what: str) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes for people: as `sizes.parse_size` reads them, powers of 1000."""
-    unit = "B"
-    for larger in _UNITS:
-        if count < 999.5:
-            break
-        count, unit = count / 1000, larger
-    return f"{count:.0f} {unit}" if unit == "B" or count >= 99.95 else f"{count:.1f} {unit}"
+    """Bytes for people."""
+    from torchcache2.core.sizes import size_text
+
+    return size_text(count)
 
 
 def ratio(value: float | None) -> str:

@@ -113,19 +113,6 @@ class Layout:
         return sum(nbytes_of(dtype, shape) for dtype, shape in self.index.values())
 
     @property
-    def columns(self) -> list[str]:
-        """A tensor name for each leaf."""
-        names: dict[str, None] = {}
-        for leaf in self.schema.leaves:
-            path = re.sub(r"\['?|'?\]", ".", leaf.path).replace("..", ".").strip(".")
-            plain = name = f"output.{path}" if path else "output"
-            number = len(names)
-            while name in names:
-                name, number = f"{plain} {number}", number + 1
-            names[name] = None
-        return list(names)
-
-    @property
     def row_data_bytes(self) -> int:
         """Bytes of the rows as stored."""
         return self.payload_bytes if self.rows_per_block else self.count * self.schema.row_bytes
@@ -136,9 +123,13 @@ class Layout:
         if self.rows_per_block:
             tensors["payload"] = ("U8", (self.payload_bytes,))
         elif len(self.schema.leaves) == 1:
-            (leaf,), (name,) = self.schema.leaves, self.columns
+            (leaf,) = self.schema.leaves
+            path = re.sub(r"\['?|'?\]", ".", leaf.path).replace("..", ".").strip(".")
             dtype = DTYPES.get(str(leaf.stored)[6:])
-            tensors[name] = (dtype or "U8", (self.count, *(leaf.shape if dtype else (leaf.row_bytes,))))
+            tensors[f"output.{path}" if path else "output"] = (
+                dtype or "U8",
+                (self.count, *(leaf.shape if dtype else (leaf.row_bytes,))),
+            )
         else:
             tensors["payload"] = ("U8", (self.count, self.schema.row_bytes))
         members, position = {}, 0

@@ -53,21 +53,20 @@ def deleting(directory: CacheDirectory) -> FileLock:
 
 
 @contextlib.contextmanager
-def claimed(directory: CacheDirectory, namespace: str) -> Iterator[bool | None]:
-    """Yields True if no process uses a namespace; then none can begin to before the context ends.
+def claimed(directory: CacheDirectory, namespace: str) -> Iterator[bool]:
+    """Yields whether no process uses a namespace; then none can begin to before the context ends.
 
-    False if one may use it; None if the namespace has no ``fingerprint.json`` to lock, as its users do.
+    One without a ``fingerprint.json`` is used by none, but a process may make that file at any time.
     """
     fs, path = directory.fs, os.path.join(directory.path, namespace, FINGERPRINT)
     file: Descriptor | None = None
-    claim: bool | None = None
     try:
-        with contextlib.suppress(FileNotFoundError, StrangeFileError):
+        try:
             file = open_to_lock(fs, path)
-            claim = _lock_alone(fs, file) and fs.same(file, path)
-        if claim is None and fs.is_file(path):
-            claim = False  # another process has just begun to use it
-        yield claim
+            is_free = _lock_alone(fs, file) and fs.same(file, path)
+        except (FileNotFoundError, StrangeFileError):
+            is_free = not fs.is_file(path)  # else another process has just begun to use it
+        yield is_free
     finally:
         if file is not None:
             fs.unlock(file)  # explicitly: a child forked meanwhile has the file too
@@ -77,8 +76,8 @@ def in_use(directory: CacheDirectory, namespace: str) -> bool | None:
     """Whether a living process uses a namespace; None without locks."""
     path = os.path.join(directory.path, namespace, FINGERPRINT)
     try:
-        with claimed(directory, namespace) as claim:
-            if claim is not False:
+        with claimed(directory, namespace) as is_free:
+            if is_free:
                 return False
         return None if directory.fs.lock(open_to_lock(directory.fs, path), exclusive=True) is None else True
     except (FileNotFoundError, StrangeFileError):
@@ -207,16 +206,16 @@ class Removal:
         directory, namespace = self._directory, contents.namespace
         try:
             remove_leftovers(directory, namespace)  # may include a second name of the file locked below
-            with claimed(directory, namespace) as claim:
-                if not force and (claim is False or (claim is None and contents.others)):
+            with claimed(directory, namespace) as is_free:
+                if not is_free and not force:
                     return False
                 self.files(contents)
                 left = directory.contents(namespace)
                 if self.excess <= 0 or left.segments or left.temporary:
                     return True
-                # Without a claim, another process may be about to use the folder: new files belong to it.
-                for info in left.others if claim or force else []:
-                    self.file(left, info)
+                for info in left.others if force else contents.others:  # a new one belongs to a new user
+                    if info in left.others:
+                        self.file(left, info)
                 with contextlib.suppress(OSError):  # it has other files
                     directory.fs.remove_folder(os.path.join(directory.path, namespace))
         except OSError as error:
@@ -370,8 +369,8 @@ def _delete_mirrored(directory: CacheDirectory, removal: Removal, scanned: list[
             removal.file(contents, info)
     for contents in scanned:
         if removal.excess > 0 and contents.heads and not contents.segments:
-            with claimed(directory, contents.namespace) as claim:
-                for info in contents.heads if claim else []:
+            with claimed(directory, contents.namespace) as is_free:
+                for info in contents.heads if is_free and contents.others else []:
                     removal.file(contents, info)
 
 

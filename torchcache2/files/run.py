@@ -108,11 +108,10 @@ class Run:
         step = max(1, _READ_AT_ONCE // (self._pages_per_block * _PAGE.itemsize))
         if len(words) > max(step, len(self._first_keys)):
             return self._find_in_all(words)
-        some = [self._find(words[first : first + step]) for first in range(0, max(1, len(words)), step)]
-        positions = [found + number * step for number, (found, _) in enumerate(some)]
-        return np.concatenate(positions), np.concatenate([entries for _, entries in some])
-
-    def _find(self, words: Words) -> tuple[Positions, Array]:
+        if len(words) > step:
+            some = [self.find(words[first : first + step]) for first in range(0, len(words), step)]
+            positions = [found + number * step for number, (found, _) in enumerate(some)]
+            return np.concatenate(positions), np.concatenate([entries for _, entries in some])
         pages = self._read(np.maximum(np.searchsorted(self._first_keys, words[:, 0], side="right") - 1, 0))
         entries = pages["entries"].reshape(len(words), -1)
         positions, columns = (entries["low"] == words[:, :1]).nonzero()
@@ -437,7 +436,7 @@ class _Merger:
         try:
             path = write_run(self._directory.fs, self._path, self._namespace, parts, self._alive)
         except DamagedError:
-            self._remove([run for run in merged if not _is_good(run)])  # made again from the segments' heads
+            self._remove(merged)  # these are made again from the segments' heads
             return False
         self._changed = True
         self._remove(merged)
@@ -456,14 +455,6 @@ class _Merger:
             with contextlib.suppress(FileNotFoundError):
                 self._directory.fs.remove(run.path)
             self._changed = True
-
-
-def _is_good(run: Run) -> bool:
-    try:
-        run.check()
-    except DamagedError:
-        return False
-    return True
 
 
 def kept_runs(sizes: Sequence[int], rows: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
@@ -217,30 +217,20 @@ def _compressed(
 
 
 def _sample(pieces: Sequence[Sequence[Bytes2D]], per_block: int) -> list[list[Bytes]]:
-    """Some of the blocks, or all if there are few; of large rows, slices."""
-    count = sum(len(columns[0]) for columns in pieces)
-    if per_block == 1 and sum(column.nbytes for columns in pieces for column in columns) > _LARGE:
-        return _slices(pieces, count)
-    if count <= per_block * _FEW:
+    """Some blocks, or all if there are few; of blocks with large leaves, slices of these, evenly spread."""
+    rows = sum(len(columns[0]) for columns in pieces)
+    size = sum(column.shape[1] for column in pieces[0]) * per_block
+    if rows <= per_block * _FEW and rows // per_block * size <= _LARGE:
         return list(_blocks(pieces, per_block))
-    step = max(1, count // _SAMPLES)
+    step = per_block if size > _SLICE else 1
+    places = [(columns, row) for columns in pieces for row in range(0, len(columns[0]), step)]
+    places = places[:: max(1, len(places) // _SAMPLES)]
+    each = max(1, _SAMPLES // len(places)) if size > _SLICE else 1
     found = []
-    for columns in pieces[:: max(1, len(pieces) // _SAMPLES)]:
-        for start in range(0, len(columns[0]), step):
-            found.append([column[start : start + per_block].reshape(-1) for column in columns])
-    return found
-
-
-def _slices(pieces: Sequence[Sequence[Bytes2D]], count: int) -> list[list[Bytes]]:
-    """Slices of some of the rows, evenly spread."""
-    rows = [[column[row] for column in columns] for columns in pieces for row in range(len(columns[0]))]
-    each = max(1, _SAMPLES // count)
-    found = []
-    for columns in rows[:: max(1, count // _SAMPLES)]:
-        for i in range(each):
-            starts = [len(column) * i // each // 8 * 8 for column in columns]  # whole elements
-            pairs = zip(columns, starts, strict=True)
-            found.append([column[start : start + _SLICE] for column, start in pairs])
+    for number, (columns, row) in enumerate(places * each):
+        parts = [column[row : row + per_block].reshape(-1) for column in columns]
+        starts = [max(0, len(part) - _SLICE) * number // (len(places) * each) // 8 * 8 for part in parts]
+        found.append([part[at : at + _SLICE] for part, at in zip(parts, starts, strict=True)])
     return found
 
 
@@ -265,10 +255,11 @@ class Job(NamedTuple):
 
 def read_rows(
     jobs: Sequence[Job], columns: Columns, waited: Callable[[bool], object] = bool
-) -> dict[int, Exception]:
-    """Read rows of one schema into columns; returns the errors by position of the job.
+) -> tuple[dict[int, Exception], list[int]]:
+    """Read rows of one schema into columns; returns an error for each failed job, and targets of bad rows.
 
-    All rows are read in one loop, whichever segments they are from. Rows of a failed job are undefined.
+    All rows are read in one loop, whichever segments they are from. After a `DamagedError`, other rows of the
+    job may be good.
 
     Parameters
     ----------
@@ -301,7 +292,7 @@ def read_rows(
         reads.plain(*map(np.concatenate, zip(*plain, strict=True)))
     if packed:
         reads.packed(packed)
-    return reads.errors
+    return reads.errors, reads.bad
 
 
 class _Reads:
@@ -309,33 +300,35 @@ class _Reads:
 
     def __init__(self, jobs: Sequence[Job], columns: Columns, waited: Callable[[bool], object]) -> None:
         self.errors: dict[int, Exception] = {}
+        self.bad: list[int] = []
         self.row_bytes = sum(column.shape[1] for column in columns)
         self._jobs, self._columns, self._waited = jobs, columns, waited
-        self._fs = jobs[0].segment.fs
+        self._fs, self._gone = jobs[0].segment.fs, set[int]()
 
-    def fail(self, number: int, error: Exception) -> None:
-        """Note an error, without its frames: these would keep the file open."""
-        self.errors.setdefault(number, error.with_traceback(None))
+    def fail(self, number: int, error: Exception, targets: Iterable[int] | None = None) -> None:
+        """Note an error, and bad rows; None: all of a job."""
+        self.errors.setdefault(number, error.with_traceback(None))  # its frames would keep the file open
+        if targets is None:
+            self._gone.add(number)
+            targets = self._jobs[number].targets.tolist()
+        self.bad += targets
 
     def plain(self, owners: Array, starts: Array, ends: Array, targets: Array, checksums: Array) -> None:
         """Read rows as they are; if they have several leaves, by way of a table that stays in the cache."""
         size, sums = self.row_bytes, checksums.tolist()
         filled = [column for column in self._columns if column.shape[1]]
-        if len(filled) == 1:
-            view = filled[0].reshape(-1).data
-            self._read(
-                owners, starts, ends, [view[i * size : i * size + size] for i in targets.tolist()], sums
-            )
-            return
-        step = max(1, _DECODED_AT_ONCE // max(1, size))
+        is_direct = len(filled) == 1
+        step = len(owners) if is_direct else max(1, _DECODED_AT_ONCE // max(1, size))
         for first in range(0, len(owners), step):
             some = slice(first, first + step)
-            table = np.empty((len(owners[some]), size), np.uint8)
+            rows = targets[some].tolist()
+            table = filled[0] if is_direct else np.empty((len(rows), size), np.uint8)
             view = table.reshape(-1).data
-            views = [view[i * size : i * size + size] for i in range(len(table))]
-            self._read(owners[some], starts[some], ends[some], views, sums[some])
+            views = [view[i * size : i * size + size] for i in (rows if is_direct else range(len(rows)))]
+            for i in self._read(owners[some], starts[some], ends[some], views, sums[some]):
+                self.fail(int(owners[first + i]), DamagedError("a row differs from its checksum"), [rows[i]])
             at = 0
-            for column in filled:
+            for column in () if is_direct else filled:
                 column[targets[some]] = table[:, at : at + column.shape[1]]
                 at += column.shape[1]
 
@@ -389,13 +382,13 @@ class _Reads:
                 try:
                     segment.codec.decode_all([view], [out[i : i + 1] for out in outs], segment.lanes)
                 except DamagedError as error:
-                    self.fail(int(owners[i]), error)
+                    self.fail(int(owners[i]), error, targets[places == i].tolist())
         for column, out in zip(self._columns, outs, strict=True):
             if column.shape[1] and not is_direct:
                 column[targets] = out.reshape(-1, column.shape[1])[places * count + rows]
         is_bad = row_checksums(self._columns, targets.tolist()) != sums
-        for number in set(owners[places[is_bad]].tolist()):
-            self.fail(number, DamagedError("a row differs from its checksum"))
+        for number, target in zip(owners[places[is_bad]].tolist(), targets[is_bad].tolist(), strict=True):
+            self.fail(number, DamagedError("a row differs from its checksum"), [target])
 
     def _read(
         self,
@@ -404,17 +397,21 @@ class _Reads:
         ends: Array,
         views: list[memoryview],
         sums: list[int] | None = None,
-    ) -> None:
-        """Fill views from ranges of files, neighbours by one call; compare them with checksums, if given."""
+    ) -> list[int]:
+        """Fill views from ranges of files, neighbours by one call; compare them with checksums, if given.
+
+        Returns which of them are bad.
+        """
+        bad = []
         is_first = (starts[1:] != ends[:-1]) | (owners[1:] != owners[:-1])
         is_first[_JOINED - 1 :: _JOINED] = True
         cuts = [0, *(is_first.nonzero()[0] + 1).tolist(), len(views)]
         numbers, offsets, stops = owners.tolist(), starts.tolist(), ends.tolist()
-        errors, read = self.errors, self._fs.read
+        gone, read = self._gone, self._fs.read
         begun, reads, nbytes, opened = time.perf_counter(), 0, 0, -1
         for first, last in pairwise(cuts):
             number, offset = numbers[first], offsets[first]
-            if errors and number in errors:
+            if number in gone:
                 continue
             size, some = stops[last - 1] - offset, views[first:last]
             try:
@@ -422,18 +419,23 @@ class _Reads:
                     file, opened = self._jobs[number].segment.file(), number
                 if read(file, some, offset) != size:
                     self._fs.read_all(file, some, offset)
-            except (OSError, DamagedError) as error:
+            except DamagedError:  # the file is too short for some of them
+                for one in (slice(i, i + 1) for i in range(first, last) if last - first > 1):
+                    alone = self._read(owners[one], starts[one], ends[one], views[one], sums and sums[one])
+                    bad += [one.start] * len(alone)
+                bad += [first] * (last - first == 1)
+                continue
+            except OSError as error:
                 self.fail(number, error)
                 continue
             if sums is not None:
-                for i in range(first, last):
-                    if xxh3_64_intdigest(views[i]) != sums[i]:
-                        self.fail(number, DamagedError("a row differs from its checksum"))
+                bad += [i for i in range(first, last) if xxh3_64_intdigest(views[i]) != sums[i]]
             reads, nbytes = reads + 1, nbytes + size
             if reads == _TIMED or nbytes > _READ_AT_ONCE:
                 now = time.perf_counter()
                 self._waited(now - begun > reads * _SLOW + nbytes * _SLOW_PER_BYTE)
                 begun, reads, nbytes = now, 0, 0
+        return bad
 
 
 class Segment:
@@ -566,7 +568,7 @@ class Segment:
             return True
         order = np.argsort(rows, kind="stable")
         job = Job(self, rows[order], targets[order], self.checksums[rows[order]])
-        for error in read_rows([job], columns).values():
+        for error in read_rows([job], columns)[0].values():
             if not isinstance(error, DamagedError):
                 raise error
             return False

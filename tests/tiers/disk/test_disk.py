@@ -157,27 +157,6 @@ def test_rows_of_one_kind_share_a_segment_whatever_their_extents(make, path):
         assert len(found(make(), [("ragged", length, 0), ("ragged", length, 1)], length)) == 2
 
 
-@pytest.mark.parametrize("threads", [True, False], ids=["thread", "no thread"])
-def test_a_caller_waits_while_too_many_rows_wait(make, path, monkeypatch, threads):
-    # Where no thread can be started, whoever brings too many rows writes them.
-    if not threads:
-        monkeypatch.setattr(threading.Thread, "start", refuse)
-    batch, limit, sizes = 10, 100 * 4000, []
-    fs = Gated()
-    tier = make(codec="none", queue=limit, fs=fs)
-    if threads:
-        fs.close("sync")  # the thread could otherwise write each segment before its rows are counted
-    for start in range(0, 1000, batch):
-        if start == 3 * batch:
-            fs.open_all()
-        assert put(tier, range(start, start + batch), 1000) == batch
-        on_disk = sum(header_of(file)[0]["keys"]["shape"][0] for file in segments(path))
-        sizes.append(start + batch - on_disk)
-    assert max(sizes) <= 100 + batch
-    assert max(sizes) >= 30
-    assert found(tier, range(1000), 1000) == list(range(1000))
-
-
 def test_a_caller_waits_for_a_slow_disk_and_then_goes_on(make):
     fs = Gated()
     tier = make(codec="none", queue=100 * 4000, fs=fs)
@@ -279,17 +258,6 @@ def test_new_segments_are_looked_for_at_most_every_few_seconds(make, monkeypatch
     assert "listing" not in fs.calls  # a call may take hold of the folder, which is there now
     monkeypatch.setattr(located_module, "_LOOK_EVERY", 0.0)
     assert found(two, range(10)) == list(range(10))
-
-
-def test_a_folder_that_does_not_change_is_not_read_again(make, path, at_once):
-    seal(make(), range(10))
-    set_age(path / NAMESPACES[0].hex(), 60)
-    fs = Watched()
-    tier = make(fs=fs)
-    assert found(tier, range(20)) == list(range(10))
-    fs.calls.clear()
-    assert found(tier, range(20)) == list(range(10))
-    assert "listing" not in fs.calls and "open" not in fs.calls
 
 
 def test_hits_do_not_look_for_more(make, at_once):
@@ -599,24 +567,6 @@ def test_the_budget_is_exceeded_by_a_segment_at_most(path, policy, budget, threa
     assert tier.stats().faults == 0
 
 
-def test_several_writers_exceed_the_budget_by_a_segment_each(path):
-    budget, writers, handles, faults = 300_000, 4, [], []
-
-    def work(number):
-        fs = Measuring(path)
-        handles.append(fs)
-        tier = DiskTier(path, budget, "lru", "none", delay=NEVER, fs=fs)
-        for batch in range(60):
-            put(tier, [(number, batch, i) for i in range(5)], 1000, NAMESPACES[number % 2])
-        tier.close()
-        faults.append(tier.stats().faults)
-
-    run_at_once(*[functools.partial(work, number) for number in range(writers)])
-    assert faults == [0] * writers
-    assert max(fs.most for fs in handles) <= budget + writers * max(fs.largest for fs in handles)
-    assert size_of(path) > 0.5 * budget
-
-
 def test_a_small_budget_makes_small_segments(make, path):
     tier = make(100_000, codec="none")
     for start in range(0, 200, 10):
@@ -660,17 +610,6 @@ def test_mru_keeps_what_came_first_and_says_what_to_do(make, path, log):
     larger = make(10**6, codec="none")
     seal(larger, range(len(here), 400), 100)
     assert found(larger, range(400), 100) == list(range(400))
-
-
-def test_mru_does_not_work_for_nothing_when_it_is_full(make):
-    fs = Watched()
-    tier = make(50_000, codec="none", fs=fs)
-    kept = [put(tier, range(start, start + 10), 100) for start in range(0, 200, 10) if tier.flush() is None]
-    assert kept[0] == 10 and kept[-1] == 0
-    fs.calls.clear()
-    assert put(tier, range(200, 300), 100) == 0
-    tier.flush()
-    assert fs.calls == []
 
 
 def test_lru_drops_the_segments_that_were_not_used_for_longest(make, path):
@@ -817,35 +756,6 @@ def test_making_room_leaves_a_namespace_that_somebody_begins_to_use(path):
     assert fs.same(fs.holds, path / NAMESPACES[0].hex() / FINGERPRINT)
 
 
-def test_room_is_made_although_somebody_elses_files_are_in_the_folder(make, path):
-    fill(path, 3)
-    note = path / NAMESPACES[0].hex() / "note"
-    note.write_text("mine")
-    tier = make(50_000, codec="none")
-    seal(tier, range(5), 1000, NAMESPACES[1])
-    assert note.read_text() == "mine"
-    seal(make(10**6), range(5), 1000, NAMESPACES[0])
-    assert sealed_names(path, range(5), 1000, NAMESPACES[0]) == list(range(5))
-
-
-@pytest.mark.parametrize("codec", ["none", "brotli"])
-@pytest.mark.parametrize("ragged", [False, True])
-def test_a_smaller_budget_does_not_harm_what_is_there(make, path, log, codec, ragged):
-    tier = make(codec=codec)
-    put(tier, [0], 5000)
-    if ragged:
-        put(tier, [1], 4000)
-    tier.close()
-    before = snapshot(path)
-    small = make(1000)
-    found(small, [0], 5000)
-    assert small.stats().corrupt == small.stats().faults == 0
-    small.close()
-    assert {name: data for name, data in snapshot(path).items() if name != LOCK} == before
-    assert warnings_of(log) == []
-    assert found(make(), [0], 5000) == [0]
-
-
 # What is used
 
 
@@ -946,24 +856,6 @@ def test_a_segment_in_another_namespaces_folder_is_nobodys(make, path, log):
     assert found(tier, range(10), namespace=NAMESPACES[1]) == [0, 1, 2]
     assert tier.stats().corrupt == 0 and warnings_of(log) == []
     assert (path / NAMESPACES[1].hex() / file.name).read_bytes() == data
-
-
-def test_a_namespace_that_somebody_renamed_is_not_taken_for_another(make, path, log, at_once):
-    tier = make()
-    seal(tier, range(10), namespace=NAMESPACES[0])
-    reader = make()
-    assert found(reader, [0], namespace=NAMESPACES[0]) == [0]
-    (path / NAMESPACES[0].hex()).rename(path / NAMESPACES[1].hex())
-    assert found(make(), range(10), namespace=NAMESPACES[0]) == []
-    assert found(make(), range(10), namespace=NAMESPACES[1]) == []
-    for handle in (tier, reader):
-        for _ in range(2):
-            here = found(handle, range(10), namespace=NAMESPACES[0])
-            assert here in ([], list(range(10)))  # an open file can still be read
-        assert found(handle, range(10), namespace=NAMESPACES[1]) == []
-    seal(tier, range(20, 30), namespace=NAMESPACES[0])
-    assert sealed_names(path, range(30), namespace=NAMESPACES[0]) == list(range(20, 30))
-    assert tier.stats().corrupt == tier.stats().faults == 0 and warnings_of(log) == []
 
 
 @pytest.mark.parametrize("what", ["segments", "folder", "directory"])

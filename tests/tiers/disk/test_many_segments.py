@@ -27,7 +27,6 @@ from tests.helpers.storage import (
     seal,
     sealed_names,
     segments,
-    set_age,
     size_of,
 )
 from torchcache2.files.removal import Allowance, make_room
@@ -134,24 +133,6 @@ def test_rows_are_found_as_long_as_any_copy_is_left(make, path, at_once, turns):
     assert found(tier, names) == names
 
 
-def test_a_thousand_copies_of_one_segment_cost_one_look_each(make, path, at_once, removals):
-    """As of somebody who copies files."""
-    seal(make(), range(ROWS))
-    (file,) = segments(path)
-    others = [file.with_name(f"{file.name[:20]}{number:06d}.safetensors") for number in range(1000)]
-    for other in others:
-        os.link(file, other)
-    tier = make()
-    assert found(tier, range(ROWS)) == list(range(ROWS))
-    first = tier.index_bytes
-    delete([file, *others[:-1]])
-    tier._index.descriptors.clear()
-    found(tier, [NOWHERE, *range(ROWS)])
-    assert found(tier, [NOWHERE, *range(ROWS)]) == list(range(ROWS))
-    assert len(removals) <= 2
-    assert tier.index_bytes < first / 10
-
-
 def test_a_forked_child_finds_copies_of_what_its_parent_writes(make, path, at_once):
     tier, other = make(), make()
     assert found(tier, range(10)) == []
@@ -204,50 +185,7 @@ def test_the_table_agrees_with_a_dict():
 # Making room
 
 
-def test_making_room_forgets_many_segments_in_one_pass(make, path, removals):
-    names = computed_by(path, 2, 30)
-    fs = Counting()
-    files = segments(path)
-    budget = size_of(path) + 100
-    tier = make(budget, "lru", "none", fs=fs)
-    assert found(tier, names) == names
-    for number, file in enumerate(files):
-        set_age(file, 5000 - number)
-    removals.clear()
-    fs.calls.clear()
-    seal(tier, ["new"], 5000)
-    gone = [file for file in files if not file.exists()]
-    assert 10 < len(gone) <= 30 and gone == files[: len(gone)]
-    assert removals == [len(gone) * ROWS] == [tier.stats().evictions]
-    assert fs.calls.count("open") <= 6  # the lock, and the namespace's fingerprint: no segments
-    found(tier, [NOWHERE, *names])
-    assert found(tier, [NOWHERE, *names]) == sealed_names(path, names)
-
-
 # What a flush asks
-
-
-def calls_of_a_flush(tier, fs, name, namespace=NAMESPACES[0]):
-    put(tier, [(name, row) for row in range(16)], 4, namespace)
-    fs.calls.clear()
-    fs.names = 0
-    tier.flush()
-    return len(fs.calls), fs.names
-
-
-@pytest.mark.parametrize("others", ["segments", "namespaces"])
-def test_a_flush_asks_as_much_as_in_an_empty_folder(make, path, others):
-    fs = Counting()
-    tier = make(fs=fs)
-    calls_of_a_flush(tier, fs, "first")
-    alone = calls_of_a_flush(tier, fs, "second")
-    for number in range(150):
-        namespace = NAMESPACES[0] if others == "segments" else key_of(number)
-        calls_of_a_flush(tier, fs, number, namespace)
-    assert calls_of_a_flush(tier, fs, "last") == alone
-    new = make(fs=fs)
-    calls_of_a_flush(new, fs, "of another handle")
-    assert calls_of_a_flush(new, fs, "and once more") == alone
 
 
 @pytest.mark.parametrize("in_use", ["one at a time", "all", "unknown"])
@@ -323,23 +261,6 @@ def test_a_new_namespace_waits_for_the_disk_no_more_than_it_must(make, path):
 
 
 # The budget, although nobody looks
-
-
-def test_who_has_not_looked_for_long_exceeds_the_budget_by_a_segment_at_most(make, path):
-    budget = 400_000
-    writers = [make(budget, codec="none") for _ in range(6)]
-    for number, tier in enumerate(writers):
-        seal(tier, [("first", number, row) for row in range(2)], 100)  # it has seen an empty folder
-    full = make(budget, codec="none")
-    number = 0
-    while put(full, [("full", number, row) for row in range(20)], 1000) and not full.flush():
-        number += 1
-    assert 0.7 * budget < size_of(path) <= budget
-    for number, tier in enumerate(writers):
-        for turn in range(60):
-            put(tier, [("late", number, turn, row) for row in range(2)], 100)
-            tier.flush()
-    assert size_of(path) <= budget + len(writers) * budget // 8
 
 
 @pytest.mark.one_in(4)

@@ -57,6 +57,13 @@ class RowLocations(NamedTuple):
         return RowLocations(*(some[positions] for some in self))
 
 
+class _File(NamedTuple):
+    """A segment's file, and the entry of the run that has its rows; None: the table in memory has them."""
+
+    name: str
+    entry: Array | None
+
+
 class NamespaceIndex:
     """The segments of one namespace, and the location of each key.
 
@@ -98,16 +105,16 @@ class NamespaceIndex:
         self._tried = -_HOLD_EVERY
         self._looked = -_LOOK_EVERY
         self._changed = -1
-        self._numbers: dict[str, int] = {}  # segments by the names of their files
+        self._files: dict[int, _File] = {}  # by number of the segment
+        self._numbers: dict[str, int] = {}  # by name
         self._runs: list[Run] = []  # the largest first
         self._targets: list[Array] = []  # for each run, the numbers of its segments, then -1
-        self._in_runs: dict[int, tuple[str, Array]] = {}  # by number: file name, and the run's entry
         self._seen_runs: frozenset[str] = frozenset()
         self._doubted: set[str] = set()  # segments that contradict their run
         self._lost = np.empty(0, np.int64)  # locations of damaged rows in segments that stay
 
     def __len__(self) -> int:
-        return len(self.table) + sum(int(entry["rows"]) for _, entry in self._in_runs.values())
+        return len(self.table) + sum(map(_rows_in_run, self._files.values()))
 
     @property
     def nbytes(self) -> int:
@@ -119,7 +126,7 @@ class NamespaceIndex:
     @property
     def beside_runs(self) -> tuple[int, int]:
         """How many segments are in no run, and how many rows are in memory."""
-        return len(self._numbers) - len(self._in_runs), len(self.table)
+        return sum(file.entry is None for file in self._files.values()), len(self.table)
 
     # Holding the namespace, so that no process deletes it.
 
@@ -188,9 +195,8 @@ class NamespaceIndex:
         found = {}
         for number in numbers:
             segment = self.segments.get(number)
-            if segment is None and number in self._in_runs:
-                name, entry = self._in_runs[number]
-                segment = self._opened(name, entry)
+            if segment is None and number in self._files:  # only a run has opened it
+                segment = self._opened(*self._files[number])
                 if segment is None:
                     self.remove([number])
                 else:
@@ -269,12 +275,17 @@ class NamespaceIndex:
             for place, name in enumerate(run.names):
                 if name + SEGMENT in usable:
                     number = self._numbers.get(name + SEGMENT)
-                    if number is None:
-                        number = self._numbers[name + SEGMENT] = next(self._next_numbers)
-                        self._in_runs[number] = name + SEGMENT, run.table[place]
-                    targets[place] = number
+                    targets[place] = (
+                        self._add_file(name + SEGMENT, run.table[place]) if number is None else number
+                    )
             self._targets.append(targets)
         return True
+
+    def _add_file(self, name: str, entry: Array | None = None) -> int:
+        """The number of a new segment."""
+        number = self._numbers[name] = next(self._next_numbers)
+        self._files[number] = _File(name, entry)
+        return number
 
     def _start_anew(self) -> None:
         """Forget all but unsealed rows; the next `look` reads the rest again from disk."""
@@ -287,7 +298,7 @@ class NamespaceIndex:
             run.close()
         waiting = [one for one in self.segments.values() if isinstance(one, Pending)]
         self.segments, self.table = {one.number: one for one in waiting}, KeyLocations()
-        self._runs, self._targets, self._in_runs, self._numbers = [], [], {}, {}
+        self._runs, self._targets, self._files, self._numbers = [], [], {}, {}
         self._seen_runs = frozenset()
         for pending in waiting:
             for keys, first in pending.added():
@@ -302,7 +313,7 @@ class NamespaceIndex:
             segment = self._opened(name)
             if segment is None:
                 continue
-            number = self._numbers[name] = next(self._next_numbers)
+            number = self._add_file(name)
             self.segments[number] = segment
             keys, segment.keys = segment.keys, None
             assert keys is not None
@@ -361,7 +372,7 @@ class NamespaceIndex:
         name = os.path.basename(segment.path)
         if number in self.segments:
             self.segments[number] = segment
-            self._numbers[name] = number
+            self._numbers[name], self._files[number] = number, _File(name, None)
         self.names.discard(name)
 
     def remove(self, numbers: Collection[int], damaged: Collection[int] = ()) -> int:
@@ -369,25 +380,25 @@ class NamespaceIndex:
 
         The next `look` finds copies of these rows in other segments.
         """
-        wanted = set(numbers)
-        names = {number: name for name, number in self._numbers.items() if number in wanted}
-        known = [number for number in numbers if number in names or number in self.segments]
+        known = [number for number in numbers if number in self._files or number in self.segments]
         if not known:
             return 0
         rows = 0
         for number in known:
             self.segments.pop(number, None)
-            if name := names.get(number):
-                self._descriptors.forget(os.path.join(self._path, name))
-                del self._numbers[name]
-                if number in damaged:
-                    self.names.add(name)
-                else:
-                    self._changed = -1
-                    if self._directory.fs.has_elsewhere(os.path.join(self._path, name)):
-                        self.look_again()  # deleted to make room; the bucket still has it
-            if number in self._in_runs:
-                rows += int(self._in_runs.pop(number)[1]["rows"])
+            file = self._files.pop(number, None)
+            if file is None:
+                continue  # it was not sealed
+            path = os.path.join(self._path, file.name)
+            self._descriptors.forget(path)
+            del self._numbers[file.name]
+            rows += _rows_in_run(file)
+            if number in damaged:
+                self.names.add(file.name)
+            else:
+                self._changed = -1
+                if self._directory.fs.has_elsewhere(path):
+                    self.look_again()  # deleted to make room; the bucket still has it
         for targets in self._targets:
             targets[np.isin(targets, known)] = _NOWHERE
         rows += self.table.remove(known)
@@ -410,6 +421,10 @@ class NamespaceIndex:
         self.remove([number for number, segment in self.segments.items() if isinstance(segment, Pending)])
         self.names.clear()
         self._changed = -1
+
+
+def _rows_in_run(file: _File) -> int:
+    return 0 if file.entry is None else int(file.entry["rows"])
 
 
 class TierIndex:

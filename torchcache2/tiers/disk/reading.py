@@ -62,30 +62,37 @@ class Reader:
     ) -> Parts:
         """Respond to errors of segments; returns the parts, with good rows of damaged segments added.
 
-        What is damaged is first read once more: a bit may have flipped on its way, and the file be good.
+        What is damaged is first read once more: a bit may have flipped on its way, and the file be good. If
+        the segment stays, it is then fetched anew from a bucket, as only the local copy may be damaged.
         """
         gone, damaged = [], []
-        for number, first in failed.items():
-            segment, error, which = segments[number], first, np.flatnonzero(where.numbers == number)
+        for number, error in failed.items():
+            segment = segments[number]
             if isinstance(error, DamagedError) and isinstance(segment, Segment):
-                self._index.descriptors.forget(segment.path)
-                some, again = read_rows({number: segment}, where.at(which), positions[which])
-                parts = merged([*parts, *some])
+                stays = self._health.serves_only or self._fs.has_elsewhere(segment.path)
+                for doubts in (False, True) if stays else (False,):
+                    if doubts:
+                        self._fs.doubt(segment.path)
+                    self._index.descriptors.forget(segment.path)
+                    lost = _lost(where.numbers == number, positions, parts)
+                    some, again = read_rows({number: segment}, where.at(lost), positions[lost])
+                    parts = merged([*parts, *some])
+                    if not again:
+                        break
+                    error = again[number]
                 if not again:
                     continue
-                error = again[number]
+                if isinstance(error, DamagedError) and stays:
+                    self._fs.doubt(segment.path)
+                    lost = _lost(where.numbers == number, positions, parts)
+                    self._health.damaged(segment.path, error, len(lost))
+                    with self._index.lock():
+                        index.lose(number, where.rows[lost].tolist())
+                    continue
             if isinstance(error, AwayError):
                 continue
             if not isinstance(segment, Segment):  # unsealed rows have no file to set aside
                 self._health.fault(OSError(str(error)), self._index.directory.path)
-            elif isinstance(error, DamagedError) and self._stays(segment):
-                some, bad = self._read_again(segment, number, where.at(which), positions[which])
-                parts = merged([*parts, *some])
-                if bad:
-                    self._health.damaged(segment.path, error, len(bad))
-                    with self._index.lock():
-                        index.lose(number, bad)
-                continue
             elif not isinstance(error, FileNotFoundError):  # a file that is gone was deleted to make room
                 self._health.fault(error, segment.path)
             if isinstance(error, DamagedError):
@@ -94,31 +101,6 @@ class Reader:
                 gone.append(number)
         self._index.remove(namespace, gone, damaged)
         return parts
-
-    def _stays(self, segment: Segment) -> bool:
-        """Whether to keep a damaged segment: we may not replace its good rows, or its bucket has a copy."""
-        return self._health.serves_only or self._fs.has_elsewhere(segment.path)
-
-    def _read_again(
-        self, segment: Segment, number: int, where: RowLocations, positions: Positions
-    ) -> tuple[Parts, list[int]]:
-        """The good rows of a damaged segment, and the numbers of its bad rows.
-
-        Fetches a segment of a bucket once more: only the local copy may be damaged.
-        """
-        self._fs.doubt(segment.path)
-        self._index.descriptors.forget(segment.path)
-        parts, bad = Parts(), set[int]()
-        if self._fs.is_remote:
-            segment.read_ahead(where.rows)
-        for i in range(len(positions)):
-            found, failed = read_rows({number: segment}, where.at(slice(i, i + 1)), positions[i : i + 1])
-            parts += found
-            if any(isinstance(error, DamagedError) for error in failed.values()):
-                bad.add(int(where.rows[i]))
-        if bad:
-            self._fs.doubt(segment.path)
-        return parts, sorted(bad)
 
     def has(self, keys: Keys) -> Flags:
         """Whether each key has a row here now."""
@@ -174,13 +156,19 @@ class Reader:
                     self._fs.touch(segment.path)
 
 
+def _lost(is_asked: Flags, positions: Positions, parts: Parts) -> Array:
+    """Which of the positions that are asked for are in no part."""
+    found = np.isin(positions, np.concatenate([some for some, _ in parts])) if parts else False
+    return np.flatnonzero(is_asked & ~np.asarray(found))
+
+
 def read_rows(
     segments: Mapping[int, AnySegment], where: RowLocations, positions: Positions
 ) -> tuple[Parts, dict[int, Exception]]:
-    """Read rows by schema; also returns the error of each unreadable segment, whose rows are left out.
+    """Read rows by schema; also returns an error for each segment with rows that cannot be read.
 
-    `positions` are positions in the batch. Rows of other segments are left out, too. Once reads have to wait
-    for the disk, the system is asked to read all rows ahead.
+    `positions` are positions in the batch. Bad rows, and those of other segments, are left out. Once reads
+    have to wait for the disk, the system is asked to read all rows ahead.
     """
     order = np.argsort(where.numbers << 32 | where.rows)  # as in the files
     where, positions = where.at(order), positions[order]
@@ -251,7 +239,7 @@ def _read(
     """The rows of one schema, by position; adds the errors of unreadable segments to `failed`."""
     asked = [positions[which] for _, which in chosen]
     wanted = np.sort(np.concatenate(asked))
-    columns, jobs, errors = empty_columns(schema, len(wanted)), dict[int, Job](), dict[int, Exception]()
+    columns, jobs, bad = empty_columns(schema, len(wanted)), dict[int, Job](), list[int]()
     for (number, which), some in zip(chosen, asked, strict=True):
         segment, rows, targets = segments[number], where.rows[which], np.searchsorted(wanted, some)
         if isinstance(segment, Segment):
@@ -261,15 +249,15 @@ def _read(
             try:
                 segment.fill(columns, rows, targets)
             except OSError as error:
-                errors[number] = error.with_traceback(None)
+                failed[number] = error.with_traceback(None)
+                bad += targets.tolist()
     if jobs:
         numbers = list(jobs)
-        for place, problem in read_segments(list(jobs.values()), columns, waited).items():
-            errors[numbers[place]] = problem
-    failed |= errors
+        errors, some_bad = read_segments(list(jobs.values()), columns, waited)
+        failed.update((numbers[place], error) for place, error in errors.items())
+        bad += some_bad
     result = rows_of(schema, columns, len(wanted))
-    if not errors:
+    if not bad:
         return [(wanted, result)]
-    lost = [some for (number, _), some in zip(chosen, asked, strict=True) if number in errors]
-    good = np.flatnonzero(~np.isin(wanted, np.concatenate(lost)))
+    good = np.delete(np.arange(len(wanted)), bad)
     return [(wanted[good], result.take(torch.from_numpy(good)))] if len(good) else []

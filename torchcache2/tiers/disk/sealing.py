@@ -161,37 +161,16 @@ class Sealing:
         with interrupts.
         """
         folder = self._directory.folder(pending.namespace)
-        name = ulid() + SEGMENT
-        is_again = bool(pending.name)
-        if is_again and self._health.left_for(folder) > 0 and not self.is_last and self._waits_on(pending):
+        waits = bool(pending.name) and self._health.left_for(folder) > 0 and not self.is_last
+        if waits and self._waits_on(pending):
             return False
         try:
             encoded = encode(pending.rows(), self._codec, library=__version__)
-            with self._index.lock():
-                self._index.begin()
-                index = self._index.namespaces.get(pending.namespace)
-                if index is None or pending.dropped or not self._health.writes:
-                    self.forget(pending)
-                    return False
-                index.names.add(name)
-                pending.name = name
-            if not self._sealed(pending, encoded):
+            index = self._named(pending)
+            if index is None or not self._placed(pending, encoded):
                 self.forget(pending)
                 return False
-            path = os.path.join(folder, name)
-            segment = Segment.written(self._index.directory.fs, self._index.descriptors, path, encoded)
-            segment.keys = None
-            with self._index.lock():
-                self._index.begin()
-                self._health.worked()
-                is_known = self._index.closed or self._index.namespaces.get(pending.namespace) is index
-                if pending.dropped or not is_known:
-                    with contextlib.suppress(FileNotFoundError):
-                        self._fs.remove(path)
-                else:
-                    index.sealed(pending.number, segment)
-            if self._bucket is not None:
-                self._bucket.wake()
+            self._publish(index, pending, encoded)
             self._write_runs(index)
             return True
         except Exception as error:
@@ -202,6 +181,34 @@ class Sealing:
                 self.lost += 0 if is_lasting else len(pending)
                 self.forget(pending)
             return False
+
+    def _named(self, pending: Pending) -> NamespaceIndex | None:
+        """Give rows the name of a file that nobody opens yet; None if they are not to be written."""
+        with self._index.lock():
+            self._index.begin()
+            index = self._index.namespaces.get(pending.namespace)
+            if index is None or pending.dropped or not self._health.writes:
+                return None
+            pending.name = ulid() + SEGMENT
+            index.names.add(pending.name)
+            return index
+
+    def _publish(self, index: NamespaceIndex, pending: Pending, encoded: Encoded) -> None:
+        """Have rows found in their file, which is removed instead if they were dropped meanwhile."""
+        path = os.path.join(self._directory.folder(pending.namespace), pending.name)
+        segment = Segment.written(self._index.directory.fs, self._index.descriptors, path, encoded)
+        segment.keys = None
+        with self._index.lock():
+            self._index.begin()
+            self._health.worked()
+            is_known = self._index.closed or self._index.namespaces.get(pending.namespace) is index
+            if pending.dropped or not is_known:
+                with contextlib.suppress(FileNotFoundError):
+                    self._fs.remove(path)
+            else:
+                index.sealed(pending.number, segment)
+        if self._bucket is not None:
+            self._bucket.wake()
 
     def _write_runs(self, index: NamespaceIndex) -> None:
         """Write runs if many rows are in none, unless the process is about to end."""
@@ -236,7 +243,7 @@ class Sealing:
         left = self._health.left_for(self._directory.folder(pending.namespace))
         return writer is not None and writer.again(pending, left)
 
-    def _sealed(self, pending: Pending, encoded: Encoded) -> bool:
+    def _placed(self, pending: Pending, encoded: Encoded) -> bool:
         """Write a segment; False if there is no room for it, or it was dropped."""
         namespace = pending.namespace
         described = self._description(namespace) if self._description is not None else {}
