@@ -61,6 +61,9 @@ class Connection:
         self._fs = kind(**options, skip_instance_cache=True)
         self._fs.retries = 1  # of s3fs: our callers retry, and watch the clock
         self._asyn = require("fsspec.asyn", "remote", "a URL")
+        thread = self._asyn.iothread[0]
+        if thread is not None and not thread.is_alive():  # older fsspec keeps the loop of a parent that forked
+            self._asyn.reset_lock()
         self._loop = self._asyn.get_loop()
         if hasattr(self._fs, "set_session"):  # s3fs takes a while before its first request
             self._client = self._wait(self._fs.set_session, seconds=_CONNECT + patience)
