@@ -477,7 +477,7 @@ def test_what_this_process_has_sealed_goes_up_at_once(tmp_path):
         directory = CacheDirectory(str(tmp_path / "cache"), Unsynced())
         mirror = Mirror(objects, directory, BucketFolder(objects, directory, 0), 10**7, pause=60.0)
         disk = mirrored_disk(directory.path)
-        disk.bucket.wake = mirror.wake
+        disk.bucket.mirror = mirror
         mirror.begin()
         try:
             for number in range(2):

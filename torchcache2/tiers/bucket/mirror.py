@@ -44,6 +44,7 @@ _FIRST_PAUSE = 0.5  # seconds after a failed upload
 _ENDING = 10.0  # seconds for remaining transfers when the mirror ends
 _ANY_SIZE = 1 << 62
 _THREAD = "torchcache2 mirror"
+_BUSY = (_THREAD, TRANSFER, "fsspecIO")  # names of threads that transfers need; the last one has the loop
 
 
 class Mirror:
@@ -156,8 +157,7 @@ class Mirror:
 
         The garbage collector may close a tier in any thread.
         """
-        name = threading.current_thread().name
-        return name.startswith((_THREAD, TRANSFER)) or self._objects.is_busy_here()
+        return threading.current_thread().name.startswith(_BUSY)
 
     def is_uploading(self) -> bool:
         """Whether some process uploads now."""
