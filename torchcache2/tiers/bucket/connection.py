@@ -125,9 +125,7 @@ class Connection:
         """Close the connections."""
         if sessions := self._sessions():
             self._client, closing = None, asyncio.run_coroutine_threadsafe(_end(sessions), self._loop)
-            if (
-                threading.current_thread() is not self._asyn.iothread[0]
-            ):  # else the garbage collector calls
+            if threading.current_thread() is not self._asyn.iothread[0]:  # else the garbage collector calls
                 with contextlib.suppress(Exception):
                     closing.result(_CLOSING)
 

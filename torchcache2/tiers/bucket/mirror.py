@@ -128,17 +128,12 @@ class Mirror:
         finally:
             self._flushing.discard(this)
         if left:
+            why = self._ended or self._objects.cause or "another process does it, or the folder is read-only"
             later = "are lost with it" if self._temporary else "are uploaded when it is used again"
             self._objects.tell(
                 "given up",
                 "%d files of %s are not uploaded to %s (%s): they stay in the folder, and %s",
-                *(len(left), self._directory.path, self._objects.bucket.url),
-                *(
-                    self._ended
-                    or self._objects.cause
-                    or "another process does it, or the folder is read-only",
-                    later,
-                ),
+                *(len(left), self._directory.path, self._objects.bucket.url, why, later),
             )
 
     def close(self) -> None:
