@@ -128,7 +128,7 @@ class Listing:
                     break
         except OSError as error:  # such as that the disk is full
             message = "%s cannot keep what the bucket has, whose rows are missing: %s"
-            self._objects.tell("unwritten", message, self._directory.path, str(error))
+            self._objects.tell("unkept", message, self._directory.path, str(error))
 
     def _prepare(self, others: Sequence[FileInfo]) -> bool:
         """Make the local folder and its ``fingerprint.json``; False if it is of a later version."""
