@@ -82,10 +82,7 @@ _KINDS = {
     "asked": re.compile(re.escape(ASKED)),
     "others": re.compile(re.escape(FINGERPRINT)),
     "corrupt": re.compile(_DATA_TEXT + re.escape(CORRUPT)),
-    # Earlier versions kept blocks of a bucket's segments in ``.part``.
-    "temporary": re.compile(
-        rf"{_DATA_TEXT}({re.escape(TEMPORARY)}|\.part(\.map)?)|{_TEMPORARY_TEXT.pattern}"
-    ),
+    "temporary": re.compile(rf"{_DATA_TEXT}{re.escape(TEMPORARY)}|{_TEMPORARY_TEXT.pattern}"),
 }  # the files of a namespace, by field of `Contents`
 
 

@@ -216,12 +216,3 @@ def test_a_segment_that_is_dropped_while_it_comes_does_not_stay(place, make, loc
         objects.fetch = dropped
         folder.bring([name])
     assert segments(local) == [] and not list(local.glob("*/*.tmp"))
-
-
-def test_what_earlier_versions_kept_of_segments_is_deleted(place, make, local):
-    CacheDirectory(str(local), FS).create()
-    (local / FOLDER).mkdir(parents=True)
-    for suffix in (".part", ".part.map"):
-        (local / FOLDER / f"{place[1][0].name}{suffix}").write_bytes(b"blocks")
-    DiskTier(local, ROOM, fs=FS).close()
-    assert not list(local.glob("*/*.part*"))

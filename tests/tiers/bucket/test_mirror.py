@@ -32,7 +32,7 @@ from tests.helpers.storage import (
 from tests.helpers.threads import run_at_once
 from torchcache2.files.directory import ASKED, FINGERPRINT, MIRROR, TAG, TAG_TEXT, CacheDirectory
 from torchcache2.files.filesystem import open_to_lock
-from torchcache2.tiers.bucket.folder import BucketFolder
+from torchcache2.tiers.bucket.folder import TRANSFER, BucketFolder
 from torchcache2.tiers.bucket.mirror import Mirror
 from torchcache2.tiers.bucket.objects import Objects
 from torchcache2.tiers.disk import sealing
@@ -97,6 +97,17 @@ def here(path):
 
 def heads(path):
     return sorted(file.name.removesuffix(".head") for file in Path(path).glob("*/*.head"))
+
+
+def locked(path):
+    """The lock of the mirror's file; None if another process has it."""
+    file = open_to_lock(Unsynced(), str(path / MIRROR))
+    return file if Unsynced().lock(file, exclusive=True) else None
+
+
+def put_and_flush(disk, number):
+    put(disk, [(number, row) for row in range(ROWS)], WIDTH)
+    disk.flush()
 
 
 def seal_some(disk, numbers, **options):
@@ -216,10 +227,26 @@ def test_who_waits_for_room_gives_up_if_nobody_uploads(path, monkeypatch, log):
     monkeypatch.setattr(sealing, "SILENCE", 0.1)
     disk = mirrored_disk(path, 10 * SEGMENT)
     for number in range(12):
-        put(disk, [(number, row) for row in range(ROWS)], WIDTH)
-        disk.flush()
+        put_and_flush(disk, number)
     assert len(segments(path)) == 9 and len(warnings_of(log)) == 1
     assert "the bucket does not have" in warnings_of(log)[0].getMessage()
+    disk.close()
+
+
+def test_who_waits_for_room_goes_on_while_another_process_uploads(path, monkeypatch):
+    monkeypatch.setattr(sealing, "PAUSE", 0.005)
+    monkeypatch.setattr(sealing, "SILENCE", 0.05)
+    disk = mirrored_disk(path, 10 * SEGMENT)
+    (path / MIRROR).touch()
+    lock = locked(path)
+    seal_some(disk, range(9))
+    last = threading.Thread(target=put_and_flush, args=(disk, 9))
+    last.start()
+    last.join(0.4)
+    assert last.is_alive() and len(segments(path)) == 9
+    lock.close()
+    last.join(30)
+    assert not last.is_alive() and len(segments(path)) == 9
     disk.close()
 
 
@@ -306,12 +333,6 @@ def test_a_process_uploads_before_it_ends_although_nobody_closes_anything(tmp_pa
     process = start(tmp_path / "local", place, "exit").done()
     assert process.err == "" and len(heads(tmp_path / "local")) >= 1
     check_whole(place, tmp_path, range(3))
-
-
-def locked(path):
-    """The lock of the mirror's file; None if another process has it."""
-    file = open_to_lock(Unsynced(), str(path / MIRROR))
-    return file if Unsynced().lock(file, exclusive=True) else None
 
 
 def test_a_forked_child_does_not_keep_the_lock_of_a_parent_that_is_killed(tmp_path):
@@ -456,7 +477,7 @@ def test_what_this_process_has_sealed_goes_up_at_once(tmp_path):
         directory = CacheDirectory(str(tmp_path / "cache"), Unsynced())
         mirror = Mirror(objects, directory, BucketFolder(objects, directory, 0), 10**7, pause=60.0)
         disk = mirrored_disk(directory.path)
-        disk.bucket.wake = mirror.wake
+        disk.bucket.mirror = mirror
         mirror.begin()
         try:
             for number in range(2):
@@ -621,6 +642,16 @@ def test_a_folder_that_cannot_be_listed_is_told_to_who_waits_without_threads(slo
         mirror.flush()
     (warning,) = warnings_of(log)
     assert "the mirror of" in warning.getMessage() and slow.written == []
+
+
+def test_threads_that_transfer_never_wait_for_transfers(slow, path):
+    busy = []
+    with mirrored(slow, path) as (_, mirror):  # the garbage collector may close a tier in any thread
+        for name in (f"{TRANSFER}_0", "another"):
+            thread = threading.Thread(target=lambda: busy.append(mirror.is_busy_here()), name=name)
+            thread.start()
+            thread.join()
+    assert busy == [True, False]
 
 
 def test_no_thread_stays_after_close(slow, path):

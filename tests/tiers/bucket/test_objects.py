@@ -116,8 +116,7 @@ def test_a_half_object_of_a_folder_is_seen_under_another_name_only(file, tmp_pat
 
     monkeypatch.setattr(os, "replace", fail)
     assert not file.write("a/fingerprint.json", b"1")
-    file._writing.pause(0)
-    file._using.pause(0)
+    file._breaker.pause(0)
     assert file.faults == 1 and [info.name for info in file.listing("a")] == [name]
 
 

@@ -34,8 +34,7 @@ def answering(request, tmp_path):
 
 
 def wait_for_the_pause(objects):
-    objects._using.pause(0)
-    objects._writing.pause(0)
+    objects._breaker.pause(0)
 
 
 def texts(log):
@@ -153,7 +152,7 @@ def test_a_bucket_that_takes_no_objects_is_read(answering, log):
     assert objects.read([("one", 0, 3)]) == [DATA[:3]] and [info.name for info in objects.listing()] == [
         "one"
     ]
-    assert objects.faults == 1 and objects.cause is None
+    assert objects.faults == 2 and objects.cause is None
     assert len(log) == 1 and "(writing)" in texts(log)[0]
 
 

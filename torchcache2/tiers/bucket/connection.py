@@ -13,6 +13,7 @@ import enum
 import inspect
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -61,6 +62,9 @@ class Connection:
         self._fs = kind(**options, skip_instance_cache=True)
         self._fs.retries = 1  # of s3fs: our callers retry, and watch the clock
         self._asyn = require("fsspec.asyn", "remote", "a URL")
+        thread = self._asyn.iothread[0]
+        if thread is not None and not thread.is_alive():  # older fsspec keeps a parent's loop
+            self._asyn.reset_lock()
         self._loop = self._asyn.get_loop()
         if hasattr(self._fs, "set_session"):  # s3fs takes a while before its first request
             self._client = self._wait(self._fs.set_session, seconds=_CONNECT + patience)
@@ -121,16 +125,9 @@ class Connection:
         """Close the connections."""
         if sessions := self._sessions():
             self._client, closing = None, asyncio.run_coroutine_threadsafe(_end(sessions), self._loop)
-            if not self.is_here():  # the garbage collector may call this in the loop's thread
+            if threading.current_thread() is not self._asyn.iothread[0]:  # else the garbage collector calls
                 with contextlib.suppress(Exception):
                     closing.result(_CLOSING)
-
-    def is_here(self) -> bool:
-        """Whether this thread runs the event loop, and so cannot wait for an answer."""
-        try:
-            return self._is_async and asyncio.get_running_loop() is self._loop
-        except RuntimeError:
-            return False
 
     def abandon(self) -> None:
         """In a forked child, keep all inherited connections alive, and close none."""

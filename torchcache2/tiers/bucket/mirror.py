@@ -44,6 +44,7 @@ _FIRST_PAUSE = 0.5  # seconds after a failed upload
 _ENDING = 10.0  # seconds for remaining transfers when the mirror ends
 _ANY_SIZE = 1 << 62
 _THREAD = "torchcache2 mirror"
+_BUSY = (_THREAD, TRANSFER, "fsspecIO")  # names of threads that transfers need; the last one has the loop
 
 
 class Mirror:
@@ -127,17 +128,12 @@ class Mirror:
         finally:
             self._flushing.discard(this)
         if left:
+            why = self._ended or self._objects.cause or "another process does it, or the folder is read-only"
             later = "are lost with it" if self._temporary else "are uploaded when it is used again"
             self._objects.tell(
                 "given up",
                 "%d files of %s are not uploaded to %s (%s): they stay in the folder, and %s",
-                *(len(left), self._directory.path, self._objects.bucket.url),
-                *(
-                    self._ended
-                    or self._objects.cause
-                    or "another process does it, or the folder is read-only",
-                    later,
-                ),
+                *(len(left), self._directory.path, self._objects.bucket.url, why, later),
             )
 
     def close(self) -> None:
@@ -156,8 +152,7 @@ class Mirror:
 
         The garbage collector may close a tier in any thread.
         """
-        name = threading.current_thread().name
-        return name.startswith((_THREAD, TRANSFER)) or self._objects.is_busy_here()
+        return threading.current_thread().name.startswith(_BUSY)
 
     def is_uploading(self) -> bool:
         """Whether some process uploads now."""

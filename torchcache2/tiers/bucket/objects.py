@@ -83,7 +83,7 @@ class Objects:
         self.faults = self.corrupt = self.bytes_up = self.bytes_down = 0
         self._patience, self._tries, self._backoff = patience, tries, backoff
         self._texts = Texts(bucket.storage_options)
-        self._using, self._writing = Breaker(pause), Breaker(pause)  # credentials may forbid writing only
+        self._breaker = Breaker(pause)
         self._lock = ProcessLock()
         self._held: list[Connection] = []  # this process's connection, once made
         self.is_closed = False
@@ -186,7 +186,7 @@ class Objects:
                     raise error
 
         try:
-            self._patiently(remove, writes=True)
+            self._patiently(remove)
         except Exception as error:
             raise OSError(f"{self.bucket.url}: {self._texts.of(error)}") from None
 
@@ -194,10 +194,6 @@ class Objects:
         """Close the connections; afterwards nothing in the bucket is found."""
         self.is_closed = True
         self._forget()
-
-    def is_busy_here(self) -> bool:
-        """Whether this thread has to answer requests, so that it cannot wait for them."""
-        return any(connection.is_here() for connection in self._held)
 
     def _each(
         self,
@@ -231,19 +227,18 @@ class Objects:
 
     def _ask(self, what: Callable[[Connection], T], failed: T, *, writes: bool = False) -> T:
         """The result of a function of the connection; `failed` if the bucket fails or pauses."""
-        if self.is_closed or not self._allows(writes):
+        if self.is_closed or not self._breaker.allows():
             return failed
         try:
-            return self._patiently(what, writes=writes)
+            return self._patiently(what)
         except Exception as error:
             if not self.is_closed:
                 self._met(error, writes)
         return failed
 
-    def _patiently(self, what: Callable[[Connection], T], *, writes: bool = False) -> T:
+    def _patiently(self, what: Callable[[Connection], T]) -> T:
         """Call a function of the connection until it works, or the tries are used up."""
-        breakers = [self._using, self._writing] if writes else [self._using]
-        left = 1 if any(breaker.failures for breaker in breakers) else self._tries
+        left = 1 if self._breaker.failures else self._tries
         seconds = self._backoff
         while True:
             is_new = not self._held
@@ -265,21 +260,16 @@ class Objects:
                 time.sleep(seconds * random.uniform(0.5, 1.5))
                 seconds *= 2
         self.cause = None
-        for breaker in breakers:
-            breaker.worked()
+        self._breaker.worked()
         return answer
 
-    def _allows(self, writes: bool) -> bool:
-        return self._using.allows() and (not writes or self._writing.allows())
-
     def _met(self, error: Exception, writes: bool = False) -> None:
-        """Respond to a fault: pause requests to the bucket, or only writes that the credentials forbid."""
+        """Respond to a fault: make no requests for a while, unless credentials forbid only to write."""
         self.faults += 1
         text, url = self._texts.of(error), self.bucket.url
-        is_of_all = not writes or kind_of(error) is Kind.FAULT
-        if self._allows(writes):  # another thread may have met the fault at the same time
-            (self._using if is_of_all else self._writing).failed()
-        if is_of_all:
+        if not writes or kind_of(error) is Kind.FAULT:
+            if self._breaker.allows():  # another thread may have met the fault at the same time
+                self._breaker.failed()
             self.cause = OSError(f"{url}: {text}")
         message = "%s fails (%s): %s. It is not used for now, and tried again later"
         part = "writing" if writes else "reading"
@@ -299,19 +289,18 @@ class Objects:
 
     def _check(self, connection: Connection) -> None:
         url = self.bucket.url
-        names = [info.name for info in connection.listing("")]
-        if not names:
+        (tag,) = connection.read([(TAG, 0, _MOST_TAG)])
+        kind = kind_of(tag) if isinstance(tag, BaseException) else None
+        if kind is Kind.GONE:
             try:
                 connection.ask_for_bucket()
             except Exception as error:  # credentials may forbid this request
                 if kind_of(error) is not Kind.REFUSED:
                     raise
-        if TAG not in names:
             return
-        (tag,) = connection.read([(TAG, 0, _MOST_TAG)])
-        if isinstance(tag, BaseException) and kind_of(tag) not in (Kind.GONE, Kind.SHORT):
+        if kind not in (None, Kind.SHORT):
             raise tag
-        number = None if isinstance(tag, BaseException) else stated_format(tag)
+        number = None if kind else stated_format(tag)
         if number is None:
             raise OptionError(f"{url} has a {TAG} of another program: give another folder")
         check_format(url, number)

@@ -128,7 +128,7 @@ class Listing:
                     break
         except OSError as error:  # such as that the disk is full
             message = "%s cannot keep what the bucket has, whose rows are missing: %s"
-            self._objects.tell("unwritten", message, self._directory.path, str(error))
+            self._objects.tell("unkept", message, self._directory.path, str(error))
 
     def _prepare(self, others: Sequence[FileInfo]) -> bool:
         """Make the local folder and its ``fingerprint.json``; False if it is of a later version."""
@@ -206,6 +206,7 @@ class BucketSource:
     ----------
     local, directory : CacheDirectory
         The folder as it is, and with the segments that the bucket has.
+    mirror : Mirror
     """
 
     def __init__(
@@ -234,8 +235,8 @@ class BucketSource:
         self._listings: dict[bytes, Listing] = {}
         self._dropped_at: dict[bytes, int] = {}  # in this process, in milliseconds since 1970
         options: dict[str, Any] = {"uploads": uploads, "temporary": temporary}
-        self._mirror = Mirror(self.objects, self.local, self.folder, budget, flush_first, **options)
-        self.folder.on_wanted = self._mirror.wake
+        self.mirror = Mirror(self.objects, self.local, self.folder, budget, flush_first, **options)
+        self.folder.on_wanted = self.mirror.wake
 
     def look(self, namespace: bytes, has_all: Callable[[], bool]) -> bool:
         """List a namespace's segments in the bucket, if due.
@@ -249,11 +250,11 @@ class BucketSource:
             namespace, Listing(self.objects, self.folder, self.local, namespace, self.limit)
         )
         self.folder.used.add(namespace.hex())
-        doubts, has_changed = self._mirror.uploads and get_worker_info() is None, False
+        doubts, has_changed = self.mirror.uploads and get_worker_info() is None, False
         if not listing.is_quiet(self._every) and ((doubts and not listing.was_had) or not has_all()):
             since = max(self._dropped_at.get(namespace, 0), self._drops() // _MILLISECOND)
             has_changed = listing.look(since, self._every)
-        self._mirror.begin()  # this may be a new child; and it uploads what the bucket was seen to lack
+        self.mirror.begin()  # this may be a new child; and it uploads what the bucket was seen to lack
         return has_changed
 
     def drop(self, namespace: bytes) -> None:
@@ -265,23 +266,7 @@ class BucketSource:
         """Have a namespace's segments brought to the folder, as far as they fit."""
         self.folder.want(self.local.folder(namespace))
 
-    def wake(self) -> None:
-        """Upload the segments sealed just now at once."""
-        self._mirror.wake()
-
-    def flush(self) -> None:
-        """Return once the folder's segments are in the bucket, or cannot be uploaded."""
-        self._mirror.flush()
-
     def close(self) -> None:
         """Flush, and close the connections. Afterwards nothing in the bucket is found."""
-        self._mirror.close()
+        self.mirror.close()
         self.objects.close()
-
-    def is_uploading(self) -> bool:
-        """Whether some process uploads now."""
-        return self._mirror.is_uploading()
-
-    def is_busy_here(self) -> bool:
-        """Whether uploads depend on this thread, so that it cannot wait for them."""
-        return self._mirror.is_busy_here()

@@ -208,7 +208,7 @@ class Sealing:
             else:
                 index.sealed(pending.number, segment)
         if self._bucket is not None:
-            self._bucket.wake()
+            self._bucket.mirror.wake()
 
     def _write_runs(self, index: NamespaceIndex) -> None:
         """Write runs if many rows are in none, unless the process is about to end."""
@@ -314,7 +314,7 @@ class Sealing:
             if before is None or before - lacking:
                 begun, room = now, self._room_now(size)
                 continue
-            if self._bucket.is_uploading():
+            if self._bucket.mirror.is_uploading():
                 heard = now
             if now - heard > SILENCE or now - begun > PATIENCE:
                 break

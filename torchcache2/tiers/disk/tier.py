@@ -237,7 +237,7 @@ class DiskTier(Tier):
         if writer is not None:
             writer.flush()
         if self.bucket is not None:
-            self.bucket.flush()
+            self.bucket.mirror.flush()
 
     def close(self) -> None:
         """Flush, close every file, and end the thread. Afterwards the tier finds and keeps nothing."""
@@ -315,7 +315,7 @@ class DiskTier(Tier):
     def is_busy_here(self) -> bool:
         """Whether the garbage collector called us from this thread's own work in this tier."""
         writes = self._index.writer is not None and self._index.writer.writes_here()
-        uploads = self.bucket is not None and self.bucket.is_busy_here()
+        uploads = self.bucket is not None and self.bucket.mirror.is_busy_here()
         return writes or uploads or holds(self._lock())
 
     def _open_directory(self) -> None:
