@@ -153,7 +153,8 @@ class _Plan:
     @property
     def indices(self) -> list[Any]:
         """The indices of its samples."""
-        return self.block.indices[self.start : self.end].tolist()
+        indices: list[Any] = self.block.indices[self.start : self.end].tolist()
+        return indices
 
     def missing(self) -> list[int]:
         """The indices of samples that have no row, each once."""
