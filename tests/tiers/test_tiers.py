@@ -104,7 +104,7 @@ class TestLater(LaterContract):
         return lambda: sealed_names(path, range(20))
 
 
-@pytest.mark.parametrize("count", [30, pytest.param(800, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [60, pytest.param(800, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["memory", "shared"])
 def test_a_row_of_a_rare_shape_takes_its_bytes_and_less_than_64_more(kind, count, tmp_path):
     """Shapes of 10 rows each, one row at a time and in any order; another process reads shared ones."""
