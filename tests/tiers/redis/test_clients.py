@@ -125,6 +125,7 @@ def test_a_port_is_spoken_to(host):
 def test_values_are_asked_for_in_pieces(clients, monkeypatch):
     some = keys(150)
     put(clients, some)
+    monkeypatch.setattr("torchcache2.tiers.redis.client._ASKED", 64)
     counts, exchange = [], clients._exchange
 
     def watched(asked):

@@ -239,7 +239,10 @@ class Chunks:
 
     def schemas_of(self, locations: Positions) -> Positions:
         """The number of the schema of each row."""
-        numbers: Positions = self._of_rows(locations)[1] >> 32
+        chunks = locations >> 32
+        is_known = chunks.max(initial=0) < len(self._kinds)
+        kinds = self._kinds.take(chunks) if is_known else self._of_rows(locations)[1]
+        numbers: Positions = kinds >> 32
         return numbers
 
     # Rows

@@ -245,12 +245,9 @@ class SharedTable:
             if schema is None:  # its classes are unknown here
                 continue
             of, at = (ordinals, locations) if len(groups) == 1 else (ordinals[these], locations[these])
-            rows, fresh = (
-                self._chunks.gather(schema, at, runtime, spare),
-                np.flatnonzero(~self._seen().take(of)),
-            )
-            if len(fresh):
-                good = self._check(rows, words[these], of, at, fresh)
+            rows, seen = self._chunks.gather(schema, at, runtime, spare), self._seen().take(of)
+            if not seen.all():
+                good = self._check(rows, words[these], of, at, np.flatnonzero(~seen))
                 if len(good) < len(rows):
                     these, rows = these[good], rows.take(torch.from_numpy(good))
             if len(these):
