@@ -206,7 +206,6 @@ MAKERS = {
     "set of tensors": lambda: holding({torch.ones(2), torch.zeros(2), torch.ones(3), torch.zeros(3)}),
     "set of tuples": lambda: holding({(i, str(i), shift) for i in range(9)}),
     "types": with_types,
-    "storages": lambda: holding([torch.ones(3).untyped_storage(), torch.ones(3).storage()]),
     "singledispatch": called,
     "loggers": lambda: holding([logging.getLogger("stable"), logging.getLogger()]),
     "empty": lambda: holding([threading.local(), weakref.WeakSet(), weakref.WeakKeyDictionary()]),

@@ -353,6 +353,7 @@ UNREADABLE = {
     "weak set": lambda: kept(weakref.WeakSet(), Thing(1)),
     "weak keys": lambda: kept(weakref.WeakKeyDictionary(), Thing(1)),
     "weak values": lambda: kept(weakref.WeakValueDictionary(), Thing(1)),
+    "storage": lambda: torch.ones(3).untyped_storage(),
 }
 
 

@@ -52,10 +52,12 @@ from torchcache2.identity.encoding import (
     Encoder,
     UnencodableError,
     besides_value,
+    digest,
     plain_dict,
     qualified_name,
     readable,
     sized,
+    tensor_digest,
     text_bytes,
 )
 from torchcache2.identity.fingerprint import Fingerprint
@@ -73,6 +75,7 @@ _COMPILED = (  # attributes that the compiler, and Lightning around it, put on m
 _NOISE = ("torchcache_", *_COMPILED)
 _INTERNAL = {*vars(nn.Module()), marks.LAZY_ATTRIBUTE, private.REPLICATE}
 _PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_affine_float_qparams)
+_SMALL = 1 << 16
 _MOST_NOTES = 500
 _MOST_TOLD = 256  # elements of a C object's reported values, or bytes of an array among them
 _HOOK_FLAGS = ("with_kwargs", "always_called")
@@ -136,10 +139,10 @@ class Field(NamedTuple):
 class Walk(CodeWalk):
     """Everything that a module or function computes with, as named parts.
 
-    Ends with a `ShardedError` at a sharded module. With `reads_all`, attributes count that no code reads.
-    `methods` are the called methods of an object: unless they are just a module's forward, all of its methods
-    count. The `settings` name the folder with remembered digests of files. A path in `places` counts as its
-    number.
+    A nested walk gets the outer walk's `labels`, by id. Ends with a `ShardedError` at a sharded module. With
+    `reads_all`, even attributes that no code reads count. `methods` are the called methods of an object:
+    unless they are just a module's forward, all of its methods count. The `settings` name the folder with
+    remembered digests of files. A path in `places` counts as its number.
     """
 
     most_objects = most_before_bulk = 100_000
@@ -150,6 +153,7 @@ class Walk(CodeWalk):
         root: Any,
         tokens: MutableMapping[int, tuple[object, bytes]],
         texts: CompiledTexts,
+        labels: Mapping[int, bytes] | None = None,
         settings: CacheSettings | None = None,
         reads_all: bool = False,
         ignore: Iterable[str] = (),
@@ -174,6 +178,8 @@ class Walk(CodeWalk):
         self._plain_root = root if methods and _has_fields_alone(root) else None  # read like a module
         self._settings, self._places = settings, places or {}
         self.counts_code = settings is None or settings.code_version is None
+        self._is_inner = labels is not None
+        self._labels.update(labels or {})
         self._attributes: list[Field] = []
         self._tensor_names: dict[int, str] = {}
         self._objects = 0
@@ -261,13 +267,18 @@ class Walk(CodeWalk):
         return super().contents(value, path)
 
     def _rank(self, element: Any) -> bytes:
-        """Bytes to sort by: an element's label, its content, or its name or that of its class."""
+        """Bytes to sort by: an element's label, its content, or the digest of a separate walk."""
         if id(element) in self._labels:
             return self._labels[id(element)]
         try:
             return Encoder().encode(element, "")
-        except UnencodableError:  # objects of one class may come in another order in another process: misses
-            return qualified_name(element).encode()
+        except UnencodableError:
+            pass
+        if self._is_inner:
+            return b""  # the element may contain this set, which would never end
+        walk = Walk(element, self._tokens, self._texts, self._labels)
+        small = [tensor for tensor in walk.tensors.values() if tensor.nbytes <= _SMALL]
+        return digest([Fingerprint.of_parts(walk.parts).namespace, *map(tensor_digest, small)])
 
     def compound(self, value: Any, kind: type, path: str) -> bytes:
         """Walk a subclass of a container or a dataclass, with its further attributes."""
