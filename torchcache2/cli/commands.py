@@ -333,8 +333,8 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for i, name in enumerate(columns):
         is_number = name in _NUMBERS
-        justify = "right" if is_number else "left"
-        table.add_column(name, justify=justify, no_wrap=is_number or i == 0, overflow="fold")
+        table.add_column(name, no_wrap=is_number or i == 0, overflow="fold")
+        table.columns[-1].justify = "right" if is_number else "left"
     for row in rows:
         table.add_row(*map(Text, row))  # text from files is not markup
     Console().print(table)

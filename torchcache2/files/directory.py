@@ -42,6 +42,7 @@ from torchcache2.files.filesystem import (
     FileSystem,
     StrangeFileError,
     is_read_only,
+    ulid,
     write_whole,
 )
 from torchcache2.files.layout import FORMAT_VERSION, HEAD, RUN, SEGMENT, TEMPORARY
@@ -161,6 +162,7 @@ def check_format(place: str, number: int) -> None:
 
 
 _MOST_TEXT = 16 << 20
+_PROBE = memoryview(b"whether something can be written here")
 _NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
 _ENTERINGS = 10
 _REPLACED = 3
@@ -348,6 +350,22 @@ class CacheDirectory:
             if not self.fs.is_file(path):
                 raise StrangeFileError(path)
         return path
+
+    def is_writable(self) -> bool:
+        """Whether files can be written beside the namespaces' folders; tries it."""
+        try:
+            self._make_folder(self.path)
+            self.fs.listing(self.path)
+            tag = os.path.join(self.path, f"{TAG}.")
+            probe = tag + ulid()
+            try:
+                write_whole(self.fs, probe, [_PROBE], stem=tag)
+            finally:
+                with contextlib.suppress(FileNotFoundError):
+                    self.fs.remove(probe)
+        except OSError:
+            return False
+        return True
 
     def format(self) -> int | None:
         """The format stated in ``CACHEDIR.TAG``; None if it does not mark a cache."""

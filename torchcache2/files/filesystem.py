@@ -111,22 +111,16 @@ class Descriptors:
                 while len(some) > most:
                     some.popitem(last=False)
 
-    def _find(self, files: _Files, path: str) -> Descriptor | None:
-        """The file of a path, which counts as just used; None if it is not open."""
+    def get(self, path: str) -> Descriptor:
+        """The file, open for reading, and just used; it stays open as long as it is referenced."""
         key = self._owner, path
         with self._lock():
             try:
-                file = files[key]
-                files.move_to_end(key)
+                file = self._segments[key]
+                self._segments.move_to_end(key)
+                return file
             except KeyError:  # `suppress` would take longer than the rest
-                return None
-            return file
-
-    def get(self, path: str) -> Descriptor:
-        """The file, open for reading; it stays open as long as it is referenced."""
-        file = self._find(self._segments, path)
-        if file is not None:
-            return file
+                pass
         before = self._forgotten
         file = self._fs.open(path)
         with self._lock():
@@ -146,17 +140,17 @@ class Descriptors:
             self._forgotten += 1
             self._clear(self._owner)
 
-    def may_hold(self, path: str) -> bool:
+    def may_hold(self) -> bool:
         """Whether a file can be held without closing another hold."""
-        return (self._owner, path) in self._holds or len(self._holds) < most_open()
+        return len(self._holds) < most_open()
 
     def hold(self, path: str, file: Descriptor) -> None:
         """Keep a file open until `let_go`, or until too many are."""
         self._put(self._holds, path, file)
 
-    def held(self, path: str, *, is_used: bool = True) -> Descriptor | None:
-        """The held file of this path, if any; with `is_used`, mark it as just used."""
-        return self._find(self._holds, path) if is_used else self._holds.get((self._owner, path))
+    def held(self, path: str) -> Descriptor | None:
+        """The held file of this path, if any."""
+        return self._holds.get((self._owner, path))
 
     def let_go(self, path: str) -> None:
         """No longer hold a file."""

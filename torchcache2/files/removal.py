@@ -266,7 +266,6 @@ def _lock_alone(fs: FileSystem, file: Descriptor) -> bool:
 
 
 Removed = Callable[[str, list[str]], None]
-_SHARE = 8  # a writer uses at most 1/8 of the room found, as others write too
 
 
 def used_bytes(contents: list[Contents]) -> int:
@@ -324,30 +323,6 @@ def room_after(
             for namespace, names in removal.gone.items():
                 removed(namespace, names)
     return -int(removal.excess)
-
-
-class Allowance:
-    """Bytes that one process may write before it scans the directory again; see `room_after`.
-
-    Scanning thousands of files takes longer than writing a small one. Writers do not see each other, so each
-    may exceed the budget by its allowance: at most `most` bytes, the size of a segment.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._left = 0
-
-    def take(self, size: int) -> bool:
-        """Whether `size` bytes may be written without a scan; if so, counts them."""
-        if size > self._left:
-            self._left = 0
-            return False
-        self._left -= size
-        return True
-
-    def looked(self, room: int, size: int) -> None:
-        """Record that a scan has found `room` bytes, besides the `size` bytes about to be written."""
-        self._left = min(self._most - size, room // _SHARE)
 
 
 def _delete(removal: Removal, scanned: list[Contents], lru: bool) -> None:

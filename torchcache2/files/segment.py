@@ -332,7 +332,7 @@ class _Reads:
                 column[targets[some]] = table[:, at : at + column.shape[1]]
                 at += column.shape[1]
 
-    def packed(self, jobs: list[tuple[Array, ...]]) -> None:
+    def packed(self, jobs: Sequence[tuple[Array, ...]]) -> None:
         """Read and decode blocks, some at once, as a decoding has a fixed cost: few, to stay in the cache."""
         firsts = np.cumsum([0, *(len(job[0]) for job in jobs[:-1])])
         owners, starts, ends, counts = map(np.concatenate, list(zip(*jobs, strict=True))[:4])

@@ -718,12 +718,31 @@ def test_what_nothing_alive_uses_makes_room_and_what_is_used_again_does_not(make
     assert tier.stats().evictions == 10
 
 
+def test_several_writers_exceed_the_budget_by_a_segment_each(path):
+    budget, writers, handles, faults = 300_000, 4, [], []
+
+    def work(number):
+        fs = Measuring(path)
+        handles.append(fs)
+        tier = DiskTier(path, budget, "lru", "none", delay=NEVER, fs=fs)
+        for batch in range(60):
+            put(tier, [(number, batch, i) for i in range(5)], 1000, NAMESPACES[number % 2])
+        tier.close()
+        faults.append(tier.stats().faults)
+
+    run_at_once(*[functools.partial(work, number) for number in range(writers)])
+    assert faults == [0] * writers
+    assert max(fs.most for fs in handles) <= budget + writers * max(fs.largest for fs in handles)
+    assert size_of(path) > 0.5 * budget
+
+
 def test_corrupt_files_are_counted_and_go_first(make, path):
     fill(path, 4)
     damaged = segments(path)[3]
     flip(damaged, damaged.stat().st_size - 1)
     tier = make(size_of(path) + 1000, codec="none")
     everything = [(number, row) for number in range(4) for row in range(10)]
+    assert found(tier, everything, 1000) == everything[:39]
     assert found(tier, everything, 1000) == everything[:30]
     aside = damaged.with_name(damaged.name + ".corrupt")
     assert aside.exists() and not damaged.exists()

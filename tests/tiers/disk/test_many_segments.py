@@ -29,7 +29,7 @@ from tests.helpers.storage import (
     segments,
     size_of,
 )
-from torchcache2.files.removal import Allowance, make_room
+from torchcache2.files.removal import make_room
 from torchcache2.tiers.disk.tier import DiskTier
 from torchcache2.tiers.index import KeyLocations
 from torchcache2.tiers.unwritten import OwnRows, Slabs
@@ -261,29 +261,6 @@ def test_a_new_namespace_waits_for_the_disk_no_more_than_it_must(make, path):
 
 
 # The budget, although nobody looks
-
-
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("writers", [1, 2, 20, 200])
-def test_allowances_keep_the_promise_for_any_number_of_writers(writers):
-    """Writers of any size of segments, in any order; one has looked, and writes while others write."""
-    generator = np.random.default_rng(writers)
-    budget, most = 10_000_000, 100_000
-    for _ in range(5):
-        allowances = [Allowance(most) for _ in range(writers)]
-        used, under_way = 0, {}
-        for _ in range(4000):
-            number = int(generator.integers(writers))
-            if number in under_way:
-                used += under_way.pop(number)
-                continue
-            size = int(generator.choice([100, 5000, most]))
-            if not allowances[number].take(size):
-                if used + size > budget:
-                    continue
-                allowances[number].looked(budget - used - size, size)
-            under_way[number] = size
-        assert 0.2 * budget < used + sum(under_way.values()) <= budget + writers * most
 
 
 # A job that computes slowly

@@ -1,24 +1,25 @@
 """`Health`: how a tier responds to faults of its cache directory.
 
 It never raises an exception. It counts each fault, warns once of each kind, and may stop reading or writing,
-for a while or for good. If a namespace may not be written, such as one that another user owns, the others go
-on; otherwise the whole directory pauses.
+for a while or for good. If one namespace cannot be written, but its parent folder can, such as one that
+another user owns, the others go on; otherwise the whole directory pauses.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import time
 
 from torchcache2.core.errors import DamagedError, NewerFormatError
 from torchcache2.core.logs import ToldOnce
 from torchcache2.core.sizes import size_text
 from torchcache2.files.directory import CacheDirectory
-from torchcache2.files.filesystem import StrangeFileError, is_read_only
+from torchcache2.files.filesystem import is_read_only
 from torchcache2.tiers.base import LONGEST_PAUSE, Breaker
 
-# These errors concern one namespace, such as one that another user owns.
-_OF_ONE = (PermissionError, StrangeFileError, NotADirectoryError, FileExistsError)
+# These errors concern the whole directory, whichever namespace shows them.
+_OF_ALL = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class Health(Breaker):
@@ -91,7 +92,7 @@ class Health(Breaker):
         If it concerns only that namespace, that is tried again after a minute; otherwise all is, after longer
         and longer pauses.
         """
-        if path != self._directory.path and isinstance(error, _OF_ONE):
+        if path != self._directory.path and self._is_of_one(error):
             self.faults += 1
             self._refused[path] = time.monotonic() + LONGEST_PAUSE
             message = "%s cannot be written: new rows of this namespace stay in memory (%s)"
@@ -103,6 +104,12 @@ class Health(Breaker):
         else:
             self.fault(error, path)
             self.failed(is_spared=True)
+
+    def _is_of_one(self, error: Exception) -> bool:
+        """Whether an error concerns one namespace, and the others can be written."""
+        if not isinstance(error, OSError) or error.errno in _OF_ALL:
+            return False
+        return self._directory.is_writable()
 
     def newer(self, message: str) -> None:
         """Stop reading and writing, as the directory is of a later version of the format."""

@@ -130,15 +130,15 @@ class NamespaceIndex:
 
     # Holding the namespace, so that no process deletes it.
 
-    def hold(self, *, is_used: bool = True) -> None:
+    def hold(self) -> None:
         """Mark the namespace as in use, so that no process deletes it.
 
         Does not wait for a process that is deleting, as it may wait for us. A process can hold a limited
-        number of namespaces; with `is_used`, this one may displace another.
+        number of namespaces.
         """
         self.is_wanted = True
         self._tried = time.monotonic()
-        if self.held() is None and (is_used or self._descriptors.may_hold(self._fingerprint)):
+        if self.held() is None and self._descriptors.may_hold():
             with contextlib.suppress(OSError):
                 file = self._directory.hold(self.namespace, patient=False)
                 if file is not None:
@@ -146,7 +146,7 @@ class NamespaceIndex:
 
     def held(self) -> Descriptor | None:
         """The open file that marks the namespace as in use by this process; None if there is none."""
-        file = self._descriptors.held(self._fingerprint, is_used=False)
+        file = self._descriptors.held(self._fingerprint)
         try:
             if file is not None and self._directory.fs.same(file, self._fingerprint):
                 return file
@@ -562,7 +562,7 @@ class TierIndex:
             self.begin()
             for namespace in self.namespaces if in_use is None else in_use:
                 if (index := self.namespaces.get(namespace)) is not None:
-                    index.hold(is_used=False)  # another process may have made its folder since
+                    index.hold()  # another process may have made its folder since
 
     def held(self, namespace: bytes) -> Descriptor | None:
         """The open file that marks a namespace as in use; None if there is none."""

@@ -22,7 +22,7 @@ from torchcache2.files.codec import Codec
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.filesystem import StrangeFileError, is_read_only, ulid
 from torchcache2.files.layout import HEAD, SEGMENT
-from torchcache2.files.removal import Allowance, Removal, room_after, used_bytes
+from torchcache2.files.removal import Removal, room_after, used_bytes
 from torchcache2.files.run import is_due, write_runs
 from torchcache2.files.segment import Encoded, Segment, encode, write
 from torchcache2.identity.marks import __version__
@@ -34,6 +34,7 @@ from torchcache2.tiers.writer import Writer
 
 # Seconds to wait for room: for one segment to be uploaded, for a touch of the mirror's file, between polls.
 PATIENCE, SILENCE, PAUSE = 120.0, 10.0, 0.05
+_SHARE = 8  # a writer uses at most 1/8 of the room found, as others write too
 
 
 def delete_files(index: TierIndex, health: Health, namespace: bytes) -> None:
@@ -108,7 +109,7 @@ class Sealing:
         self._temporary = temporary
         self._bucket = bucket
         self._publishing = publishing
-        self._allowance = Allowance(target)
+        self._target, self._allowed = target, 0  # bytes that may be written without a look at the directory
         self._one_at_a_time = ProcessLock()
         self._serialisable = Serialisable(health.tell, "such outputs stay in memory, not on disk: %s")
         self._slabs = Slabs()
@@ -287,8 +288,12 @@ class Sealing:
         """Whether a segment fits into the budget, beside `extra` bytes written just now."""
         if size > self._budget:
             return False
-        if self._allowance.take(size + extra):
+        # A look at thousands of files takes longer than writing one. Writers do not see each other, so
+        # each may exceed the budget by a segment.
+        self._allowed -= size + extra
+        if self._allowed >= 0:
             return True
+        self._allowed = 0
         self._index.hold_what_is_used()
         room = -1
         try:
@@ -298,7 +303,7 @@ class Sealing:
         if room < 0:
             self._health.full(self._budget, mirrored=self._bucket is not None)
             return False
-        self._allowance.looked(room, size)
+        self._allowed = min(self._target - size, room // _SHARE)
         return True
 
     def _room_after(self, size: int) -> int:
