@@ -21,7 +21,7 @@ from torchcache2 import (
     set_logger_config,
     torchcache,
 )
-from torchcache2.decorator.bypass import Backoff, batch_advice, glance
+from torchcache2.decorator.bypass import Backoff, advice_for, glance
 
 X = torch.arange(24.0).reshape(6, 4)
 
@@ -211,23 +211,20 @@ def test_tensors_that_do_not_want_to_be_asked(argument):
 
 
 ADVICE = {
-    "": "narrower",
-    "shape": "fixed length",
+    "": "batch_first",
+    "padding": "fixed length",
     "structure": "a list",
     "raises": "item_args",
     "rounding": "probe=False",
-    "values": "batch_first",
     "random": "without a seed",
     "repeat": "place in the batch",
-    "found": "mask",
     "quantized": "statically",
-    "stack": "pad outputs",
 }
 
 
 def test_the_advice_about_a_batch_is_for_its_cause():
-    assert len({batch_advice(cause) for cause in ADVICE}) == len(ADVICE)
-    assert [cause for cause, word in ADVICE.items() if word not in batch_advice(cause)] == []
+    assert len({advice_for("batch", cause) for cause in ADVICE}) == len(ADVICE)
+    assert [cause for cause, word in ADVICE.items() if word not in advice_for("batch", cause)] == []
 
 
 def test_an_advice_is_not_that_for_another_cause(log):

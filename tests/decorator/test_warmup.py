@@ -277,7 +277,7 @@ def test_a_closed_cache_raises_and_one_that_is_turned_off_does_nothing(monkeypat
             {"data": data.DataLoader(Stream(), batch_sampler=None, batch_size=1000, drop_last=True)},
             "is empty",
         ),
-        ({"data": {"x": X}}, "type dict, which is not a dataset: give one of its values"),
+        ({"data": {"x": X}}, "type dict: expected a dataset"),
         ({"data": "a/folder"}, "data is of type str: expected a dataset"),
         ({"data": 5}, "data is of type int: expected a dataset"),
         ({"data": X, "batch_size": 0}, "batch_size=0: expected an int of at least 1"),

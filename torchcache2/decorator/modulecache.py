@@ -456,7 +456,7 @@ class ModuleCache:
         except WrongRowsError as stop:
             text = self._stale(computation, stop.text)
             if text is None:
-                raise not_stored("batch", stop.output, stop.text, cause="found") from None
+                raise not_stored("batch", stop.output, stop.text, cause="padding") from None
             if self._is_strict():
                 raise NotCachedError(text) from None
             self.engine.tell("stale", "%s", text)
@@ -464,7 +464,7 @@ class ModuleCache:
             return stop.output
         except NotStoredError as stop:
             if stop.reason == "stack":
-                stop = not_stored("batch", stop.output, stop.text, cause="stack")
+                stop = not_stored("batch", stop.output, stop.text, cause="padding")
             if stop.reason == "batch":
                 is_first = isinstance(checks, CallChecks) and checks.is_first_batch
                 if not is_first:  # else no row of such calls is read in this run: those of other methods stay

@@ -331,28 +331,23 @@ def share_of(data: Any, where: Place, batch_size: int, num_workers: int) -> Shar
     for name, value, least in (("batch_size", batch_size, 1), ("num_workers", num_workers, 0)):
         if type(value) is not int or value < least:
             raise OptionError(f"{name}={value!r}: expected an int of at least {least}")
-    if isinstance(data, Mapping):
-        raise OptionError(
-            f"data is of type {type(data).__name__}, which is not a dataset: give one of its values, or "
-            "iter([data]) if it is a batch of samples"
-        )
-    is_text = isinstance(data, (str, bytes))
+    is_one = isinstance(data, (str, bytes, Mapping))
     if isinstance(data, DataLoader):
         share = _of_loader(data, where)
     elif isinstance(data, IterableDataset):
         stream = _Turns(data, where) if where.world_size > 1 else data
         loader: Any = DataLoader(stream, batch_size, num_workers=num_workers, collate_fn=_collated)
         share = Share(loader, *_counts(data, where))
-    elif hasattr(data, "__getitem__") and hasattr(data, "__len__") and not is_text:
+    elif hasattr(data, "__getitem__") and hasattr(data, "__len__") and not is_one:
         turns = range(len(data))[where.rank :: where.world_size]
         loader = DataLoader(data, batch_size, sampler=turns, num_workers=num_workers, collate_fn=_collated)
         share = Share(loader, len(turns), len(data))
-    elif isinstance(data, Iterable) and not is_text:
+    elif isinstance(data, Iterable) and not is_one:
         share = Share(data, None, None)
     else:
         raise OptionError(
             f"data is of type {type(data).__name__}: expected a dataset (with __getitem__ and __len__, or an "
-            "IterableDataset), a DataLoader, or an iterable of batches"
+            "IterableDataset), a DataLoader, or an iterable of batches, such as iter([batch])"
         )
     if share.total == 0:
         raise OptionError("data is empty: there is nothing to warm up with. Is it the right split or folder?")
