@@ -87,9 +87,9 @@ _BATCH = {  # advice about a dependence on the batch, by how it was found
         "batch, name it in shared_args; if the forward mixes items, decorate what runs before"
     ),
     "padding": (
-        "if items are padded to the longest of their batch, pad them to a fixed length, or mask the padding "
-        "(docs/recipes/padding.md); if the batch is not the first dimension, use batch_first=True; if the "
-        "forward mixes items, decorate what runs before"
+        "if items are padded to the longest of their batch, pad them to a fixed length or to a multiple "
+        "(docs/recipes/padding.md), and mask the padding; if the batch is not the first dimension, use "
+        "batch_first=True; if the forward mixes items, decorate what runs before"
     ),
     "structure": (
         "return tensors or arrays whose first dimension is the batch, or a list with one entry per item, not "
@@ -111,10 +111,6 @@ _BATCH = {  # advice about a dependence on the batch, by how it was found
     ),
     "quantized": "quantize statically, or weights only",
 }
-PADDING = (
-    "Items that are padded to the longest of their batch are other items in another batch: pad to a fixed "
-    "length or a multiple (docs/recipes/padding.md)"
-)
 EDITED = (
     "the module has changed in a way that PyTorch does not record, such as by .data or in shared memory: "
     "after such an edit, call .cache_instance.refresh()"
@@ -173,11 +169,6 @@ class BypassError(RefusedError):
         first, *others = by_reason.values()
         text = "".join([first.text, *[f". Also ({stop.reason}): {stop.text}" for stop in others]])
         return cls(first.reason, text, first.error, is_final=first.is_final)
-
-    @classmethod
-    def of(cls, stop: NotStoredError, *, is_final: bool = True) -> BypassError:
-        """The error for an output that must not be stored."""
-        return cls(stop.reason, stop.text, stop.error, is_final=is_final)
 
     def as_error(self, name: str) -> NotCachedError:
         """What ``strict=True`` raises for a module of this name."""

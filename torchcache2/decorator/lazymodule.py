@@ -382,10 +382,8 @@ class _Lazy:
 
     def device(self) -> torch.device:
         """Where the weights are, or will be; loads the module if that is unknown."""
-        if self.module is None and self._device is None and torch.cuda.device_count() == 0:
-            return torch.device("cpu")
-        if self.module is None and self._device is not None:
-            return self._device
+        if self.module is None and (self._device is not None or torch.cuda.device_count() == 0):
+            return self._device or torch.device("cpu")
         module = self.load("a call without tensors does not say on which device its output is")
         return next((one.device for one in weights_of(module)), torch.device("cpu"))
 

@@ -340,9 +340,9 @@ class ModuleCache:
         elif items // 100 < found < items // 2 and self._known.lengths() >= _LENGTHS:
             saved = self.engine.counters.stats().seconds_saved or 0.0
             if saved < 0.0:
-                text = "%s: only %s of %s items were found, and caching took %.1f s more than that saved. %s"
-                shares = f"{found:,}", f"{items:,}", -saved
-                self.engine.tell("padding", text, self.name, *shares, bypass.PADDING)
+                text = "%s: only %s of %s items were found, and caching took %.1f s more than that saved: %s"
+                advice = bypass.advice_for("batch", "padding")
+                self.engine.tell("padding", text, self.name, f"{found:,}", f"{items:,}", -saved, advice)
 
     def _call(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         start, root, runner = time.perf_counter(), self.living_root(), self._known.runner
@@ -358,7 +358,7 @@ class ModuleCache:
             self._step_aside(stop, len(computation.keys), lambda: glance(root, args, kwargs))
         except NotStoredError as stop:
             is_final = stop.reason != "random" or computation.context in self._known.random
-            aside = BypassError.of(stop, is_final=is_final)
+            aside = BypassError(stop.reason, stop.text, stop.error, is_final=is_final)
             self._step_aside(aside, len(computation.keys), lambda: glance(root, args, kwargs))
             return computation.singles[0] if computation.singles else stop.output
         except OwnMemoryError:

@@ -188,11 +188,11 @@ def _decorate_class(cls: type, settings: CacheSettings, methods: tuple[str, ...]
     for name in methods:
         check_method(cls, name, in_body=True)
     known, binding = vars(cls).get(BINDING), Binding(settings, qualified_name(cls), methods)
-    if known is None:
-        return decorate_class(cls, binding)
-    if known.methods != methods:
+    if known is not None and known.methods != methods:
         raise DecorationError(f"{cls.__name__} is decorated for {', '.join(known.methods)}: name all at once")
-    if known.settings != settings:
+    if known is None:
+        decorate_class(cls, binding)
+    elif known.settings != settings:
         setattr(cls, BINDING, binding)  # of its next objects
     return cls
 
@@ -276,10 +276,8 @@ def uncache(target: T, /) -> T:
         cache.close()
         return getattr(cached, ORIGINAL_ATTRIBUTE)  # type: ignore[no-any-return]
     is_bound = isinstance(cached, (types.MethodType, CachedMethod))
-    obj, known = (
-        (cached.__self__ if is_bound else cached),
-        methods_of(cached.__self__ if is_bound else cached),
-    )
+    obj = cached.__self__ if is_bound else cached
+    known = methods_of(obj)
     names = [cached.__name__] if is_bound else list(known)
     if known and set(names) <= known.keys():
         restore_object(obj, names)
@@ -313,10 +311,8 @@ def cache_of(target: Any, /) -> ModuleCache:
     obj = target.__self__ if isinstance(target, (types.MethodType, CachedMethod)) else target
     if is_cached_function(obj) and "cache_instance" in vars(obj):
         return vars(obj)["cache_instance"]  # type: ignore[no-any-return]
-    if isinstance(obj, type):
-        raise DecorationError(f"{shown(target)} is not cached: each object of a class has a cache of its own")
     if not (methods_of(obj) or bindings_of(type(obj))):
-        raise DecorationError(f"{shown(target)} is not cached: decorate it by torchcache")
+        raise DecorationError(f"{shown(target)} is not cached, or it is a class, whose objects have caches")
     return cache_of_object(obj)
 
 

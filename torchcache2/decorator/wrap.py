@@ -165,8 +165,6 @@ def decorate_class(cls: Any, binding: Binding) -> Any:
     setattr(cls, "cache_instance", _CacheAttribute(cache_of_object))  # noqa: B010  mypy knows no such attribute
     _patch_methods(cls)
     inherited = cls.__dict__.get("__init_subclass__")
-    if hasattr(getattr(inherited, "__func__", None), ADDED_ATTRIBUTE):
-        return cls
 
     def init_subclass(subclass: type, /, **kwargs: Any) -> None:
         if inherited is not None:
