@@ -1,7 +1,5 @@
 """`warmup` computes what is not there, once, and each rank its part."""
 
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -322,33 +320,6 @@ def test_the_first_rank_shows_a_bar_and_one_line_of_cost(capfd, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     cached.cache_instance.warmup(data.TensorDataset(X))
     assert capfd.readouterr().err == ""
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"max_memory_cache_size": 2000}, "do not fit are computed at each call"),
-        ({"max_memory_cache_size": 2000, "persistent": True}, "does not fit in memory is read from the disk"),
-        ({"cache_dtype": torch.float16}, "(4 B an item"),
-    ],
-)
-def test_the_line_of_cost_says_what_does_not_fit(options, text, capfd, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tqdm", None)  # as if it was not installed
-    warmup(frozen(torchcache(**options)(Net())), X)
-    (line,) = capfd.readouterr().err.splitlines()[-1:]
-    assert line.startswith("Net: 100 items: memory ") and text in line
-
-
-@pytest.mark.parametrize("local, memory", [(None, "1.3 kB"), (2, "2.5 kB")], ids=["one a machine", "two"])
-def test_the_line_counts_the_items_of_all_ranks_and_of_those_that_share_memory(
-    local, memory, capfd, monkeypatch, tmp_path
-):
-    variables = {"WORLD_SIZE": 4, "RANK": 0}
-    variables |= {"LOCAL_WORLD_SIZE": local, "TORCHCACHE_JOB": tmp_path} if local else {}
-    for name, value in variables.items():
-        monkeypatch.setenv(name, str(value))
-    warmup(instance(), X)
-    assert f"Net: 100 items, 25 on this rank: memory {memory} (room for 1.0 GB); " in capfd.readouterr().err
 
 
 def test_random_numbers_are_afterwards_as_before():

@@ -242,9 +242,7 @@ class ModuleCache:
         names = self._known.signature.ignored - {*self.keeper.ignored}
         paths = [*self.keeper.ignored, *[f"argument {name}" for name in sorted(names)]]
         ignored = at_most([f"left out by ignore: {path}" for path in paths])
-        # A user who calls another method than the one that is cached asks here.
-        unused = [] if self._owner.last else [f"{self.method} was not called: methods=(…) names what is"]
-        return "\n".join([text, *ignored, *unused])
+        return "\n".join([text, *ignored])
 
     warmup, estimate = warm_up, estimate  # methods; documented in `warmup.py`
 

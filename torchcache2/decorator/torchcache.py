@@ -312,7 +312,7 @@ def cache_of(target: Any, /) -> ModuleCache:
     if is_cached_function(obj) and "cache_instance" in vars(obj):
         return vars(obj)["cache_instance"]  # type: ignore[no-any-return]
     if not (methods_of(obj) or bindings_of(type(obj))):
-        raise DecorationError(f"{shown(target)} is not cached, or it is a class, whose objects have caches")
+        raise DecorationError(f"{shown(target)} is not cached: decorate it by torchcache")
     return cache_of_object(obj)
 
 

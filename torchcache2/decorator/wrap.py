@@ -398,7 +398,7 @@ _load_instance.__module__ = "torchcache2"  # the path that pickles name, whereve
 def methods_of(obj: Any) -> dict[str, CachedMethod]:
     """The cached methods of an object."""
     fields = getattr(obj, "__dict__", {})
-    return {name: value for name, value in fields.items() if isinstance(value, CachedMethod)}
+    return {name: value for name, value in fields.items() if type(value) is CachedMethod}
 
 
 def decorate_object(obj: Any, binding: Binding, *, exactly: bool) -> None:
