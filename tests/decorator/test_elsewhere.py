@@ -68,19 +68,6 @@ def test_weights_of_the_same_bytes_in_other_storage_are_the_same_namespace(move,
     assert pointers != [tensor.data_ptr() for tensor in encoder.state_dict().values()]
 
 
-def test_recurrent_weights_of_the_same_bytes_in_other_storage():
-    class Recurrent(nn.LSTM):
-        def forward(self, sequences):
-            return super().forward(sequences)[0]
-
-    encoder = torchcache(frozen(Recurrent(8, 4, batch_first=True)))
-    sequences = torch.rand(6, 5, 8)
-    expected = encoder(sequences)
-    encoder._apply(torch.clone)
-    assert_same(encoder(sequences), expected)
-    assert (hits(encoder), misses(encoder)) == (6, 6)
-
-
 def test_hits_need_no_weights_and_misses_say_where_they_are():
     # Weights on `meta` have no bytes, so a name stands for them. Torch refuses as it does with two devices.
     encoder = torchcache(persistent_module_hash="an encoder")(

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchcache2 import NotCachedError, torchcache
+from torchcache2 import torchcache
 
 X = torch.arange(12.0).view(3, 4)
 
@@ -105,16 +105,6 @@ def test_a_reason_is_told_however_often_a_call_was_not_cached(reason):
     assert "nothing but the items differs" not in "\n".join(lines(function))
 
 
-def test_a_call_that_was_an_error_is_told_too():
-    net = frozen(nn.Linear(4, 4), strict=True).requires_grad_(True)
-    with pytest.raises(NotCachedError):
-        net(X)
-    assert lines(net)[0].startswith("not cached: grad: ")
-    with torch.no_grad():
-        net(X)
-    assert "is the first of" in lines(net)[0]
-
-
 def test_a_cache_that_is_off_says_so(monkeypatch):
     net = frozen(nn.Linear(4, 4), enabled=False)
     net(X)
@@ -134,15 +124,6 @@ def test_a_cache_that_is_off_says_so(monkeypatch):
 
 def layers(count):
     return [nn.Linear(4, 4) for _ in range(count)]
-
-
-def test_weights_that_changed_alike_have_one_line():
-    net = frozen(*layers(30))
-    net(X)
-    for parameter in net.parameters():
-        parameter.data += 1
-    net(X)
-    assert lines(net) == ["weights: 0.bias changed, and 59 more: 0.weight, 1.bias, …"]
 
 
 def test_only_what_changed_alike_is_in_one_line():
@@ -186,28 +167,6 @@ def test_another_shape_of_weights_is_named():
         "weights: 0.bias: float32 (4,) → float64 (2,)",
         "weights: 0.weight: float32 (4, 4) → float32 (2, 4)",
     ]
-
-
-def test_new_weights_are_told_with_dtype_and_shape():
-    net = frozen(nn.Linear(4, 4))
-    net(X)
-    net[0].register_buffer("table", torch.ones(2, 3))
-    net(X)
-    assert "weights: 0.table is new: float32 (2, 3)" in lines(net)
-
-
-def test_the_dtype_of_an_earlier_run_is_known(path):
-    def run():
-        torch.manual_seed(0)
-        return frozen(nn.Linear(4, 4), persistent=True, persistent_cache_dir=path)
-
-    first = run()
-    first(X)
-    first.cache_instance.close()
-    second = run().half()
-    second(X.half())
-    assert lines(second)[1:] == ["weights: 0.bias: float32 → float16", "weights: 0.weight: float32 → float16"]
-    second.cache_instance.close()
 
 
 # Padding
@@ -298,4 +257,4 @@ def test_a_hint_names_padding_where_it_leaves_too_few_found(log):
             longest = int(lengths[positions].max())
             net((torch.arange(longest) < lengths[positions, None]) * (1.0 + positions[:, None]))
     said = [one.getMessage() for one in log if "items were found" in one.getMessage()]
-    assert len(said) == 1 and said[0].endswith("or a multiple (docs/recipes/padding.md)")
+    assert len(said) == 1 and "to a multiple (docs/recipes/padding.md)" in said[0]

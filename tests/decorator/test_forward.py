@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from tests.helpers.outputs import Notes, assert_same, bypasses, cached, note, warnings_in
-from torchcache2 import InputError, OutputError, UnhashableArgumentError, torchcache
+from torchcache2 import InputError, UnhashableArgumentError, torchcache
 
 
 @dataclasses.dataclass
@@ -220,31 +220,6 @@ def test_a_graph_from_elsewhere_is_kept():
     assert bypasses(function) == {"grad": 12}
 
 
-TRAINING = {
-    "dropout": lambda: nn.Dropout(0.5),
-    "dropout2d": lambda: nn.Sequential(nn.Unflatten(1, (3, 1, 1)), nn.Dropout2d(0.3)),
-    "batch norm": lambda: nn.BatchNorm1d(3),
-    "alpha": lambda: nn.AlphaDropout(0.1),
-    "encoder": lambda: nn.Sequential(
-        nn.Unflatten(1, (1, 3)), nn.TransformerEncoderLayer(3, 1, 8, dropout=0.1, batch_first=True)
-    ),
-}
-
-
-@pytest.mark.parametrize("name", TRAINING)
-@torch.no_grad()
-def test_training_mode_with_a_random_part_is_bypassed(name, log):
-    module = torchcache(Net(TRAINING[name]()))
-    module(X)
-    module(X)
-    assert bypasses(module) == {"training": 12}
-    (message,) = warnings_in(log)
-    assert ".eval()" in message
-    module.eval()
-    assert torch.equal(module(X), module(X))
-    assert module.cache_instance.stats().hits == 6
-
-
 def test_batch_norm_without_running_statistics_depends_on_the_batch():
     module = torchcache(Net(nn.BatchNorm1d(3, track_running_stats=False)).eval())
     with torch.no_grad():
@@ -404,26 +379,6 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("texts", "advice"),
-    [
-        (["a", "b"], r"If texts has one entry per item, pass item_args='texts'"),
-        (
-            [X[0], X[1, :3]],
-            r"texts\[1\] has shape .*, or pass item_args='texts' if it has one entry per item",
-        ),
-    ],
-)
-def test_lists_are_named_in_advice(texts, advice, log):
-    @torchcache
-    def lengths(texts):
-        return torch.tensor([[len(text)] for text in texts])
-
-    assert lengths(texts).shape == (2, 1)
-    (message,) = warnings_in(log)
-    assert re.search(advice, message)
-
-
 @pytest.mark.parametrize("name", ERRORS)
 def test_what_cannot_be_cached_steps_aside_or_is_an_error_if_strict(name, log):
     call, kind, words = ERRORS[name]
@@ -446,28 +401,6 @@ def test_what_cannot_be_cached_steps_aside_or_is_an_error_if_strict(name, log):
         )
     (message,) = warnings_in(log)
     assert re.search(words, message) and function.cache_instance.stats().bypasses.keys() == {"argument"}
-
-
-def test_an_unregistered_dataclass_with_a_tensor_steps_aside(log):
-    @dataclasses.dataclass
-    class Loose:
-        image: torch.Tensor
-
-    function = torchcache(lambda item: item.image)
-    assert function(Loose(X)) is X
-    assert "Loose, which is not a registered" in warnings_in(log)[0]
-
-
-@pytest.mark.parametrize("output", [lambda x: x.sum(), lambda x: {"a": x, "b": x[:2]}, lambda x: x.t()])
-def test_an_output_that_is_not_batched_steps_aside(output, log):
-    function = torchcache(output)
-    for batch in (X, X[:3], torch.cat([X[3:], X])):
-        assert_same(function(batch), output(batch))
-    assert function.cache_instance.stats().memory_rows == 0
-    assert function.cache_instance.stats().bypasses == {"output": 18}
-    assert re.search(r"output.*shape.*for a batch of 6", warnings_in(log)[0])
-    with pytest.raises(OutputError, match=r"output.*shape.*for a batch of 6"):
-        torchcache(strict=True)(output)(X)
 
 
 def test_a_cached_module_inside_of_a_cached_module():
@@ -600,15 +533,3 @@ def test_a_random_forward_beside_another_thread_is_never_cached(idle_thread, see
         assert torch.equal(output, right)
     assert states() == after
     assert cached_noisy.cache_instance.stats().hits == 0
-
-
-def test_a_batch_of_one_number_that_a_slice_with_steps_has_left(path, log):
-    column = torch.arange(8.0).view(2, 4)[:, 1]
-    function = torchcache(persistent_cache_dir=path)(lambda x: torch.stack([x * 2, x], 1)[:, 0])
-    assert column[:1].stride() == (4,)  # as it is when a batch of one number is cut from a column
-    for part in (column[:1], column[1:], column, column[:1].clone()):
-        assert torch.equal(function(part), part * 2)
-    function.cache_instance.flush()
-    stats = function.cache_instance.stats()
-    assert (stats.hits, stats.misses, stats.faults) == (3, 2, 0)
-    assert warnings_in(log) == []

@@ -171,17 +171,6 @@ def test_columns_with_more_than_entries_are_passed_through(kind):
     assert list(stats(function).bypasses) == ["argument"]
 
 
-def test_types_of_columns_count():
-    pandas, pyarrow = pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
-    function = torchcache(item_args="c", probe=False)(lambda c: torch.zeros(len(c)))
-    values = [pandas.Series([1, 2], dtype=kind) for kind in ("int64", "int32", "object")]
-    values += [pandas.Series([1, 2], name="a"), [1, 2]]
-    values += [pyarrow.array([1, 2], getattr(pyarrow, kind)()) for kind in ("int64", "int8")]
-    for value in values:
-        function(value)
-    assert stats(function).misses == 2 * len(values)
-
-
 # A single text.
 
 
@@ -194,18 +183,6 @@ def test_which_of_a_dicts_tensors_are_one_counts(keys):
     a, b = torch.rand(4, 3), torch.rand(4, 3)
     for third in (a, a, b):
         assert torch.equal(last(dict(zip(keys, (a, b, third), strict=True))), third)
-
-
-def test_a_single_text_without_a_batch_is_one_item(log):
-    def plain(texts, prompt=None):
-        return numbers([texts]) if isinstance(texts, str) else numbers([(prompt or "") + t for t in texts])
-
-    function = torchcache(item_args="texts")(plain)
-    for text in ("one text", "another", "one text"):
-        assert torch.equal(function(text), plain(text))
-    assert (stats(function).hits, stats(function).misses) == (1, 2) and stats(function).bypasses == {}
-    assert torch.equal(function(["one text", "a"]), plain(["one text", "a"])) and stats(function).misses == 4
-    assert [record for record in log if record.levelname == "WARNING"] == []
 
 
 @pytest.mark.parametrize(

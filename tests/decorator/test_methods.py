@@ -1,7 +1,6 @@
 """Methods other than forward: of modules and plain objects, by name, by the bound method, in a class body."""
 
 import copy
-import dataclasses
 import gc
 import io
 import pickle
@@ -276,22 +275,6 @@ def test_a_plain_object_and_its_rows_are_freed_at_once(make, x):
         gc.enable()
 
 
-def test_a_cached_function_that_calls_a_cached_method_is_told_its_state(x):
-    pipeline = Pipeline()
-    encode = torchcache(pipeline.encode)
-
-    @torchcache
-    def latents(x):
-        return encode(x) * 2
-
-    for shift in (1.0, 5.0):
-        pipeline.shift = shift
-        assert torch.equal(latents(x), encode(x) * 2)
-    with torch.no_grad():
-        pipeline.encoder.weight.mul_(3)
-    assert torch.equal(latents(x), (pipeline.encoder(x) + 6) * 2)
-
-
 # State
 
 
@@ -317,21 +300,6 @@ def test_edits_of_a_plain_object_are_noticed(name, is_bound, x):
     assert torch.equal(pipeline.encode(x), plain)
 
 
-def test_training_flags_and_grads_of_modules_inside_count(x, log):
-    pipeline = Pipeline()
-    pipeline.encoder = nn.Sequential(nn.Linear(4, 3), nn.Dropout())
-    torchcache(pipeline.encode)
-    pipeline.encode(x)
-    assert cache_of(pipeline).stats().bypasses == {"grad": 5}
-    pipeline.encoder.requires_grad_(False)
-    pipeline.encode(x)
-    assert cache_of(pipeline).stats().bypasses == {"grad": 5, "training": 5}
-    pipeline.encoder.eval()
-    pipeline.encode(x)
-    pipeline.encode(x)
-    assert calls(pipeline) == (5, 5)
-
-
 def test_what_forward_only_writes_counts_if_a_cached_method_reads_it(x):
     class Remembers(nn.Module):
         def __init__(self):
@@ -349,19 +317,6 @@ def test_what_forward_only_writes_counts_if_a_cached_method_reads_it(x):
     for value in (2.0, 3.0):
         model(torch.full((1,), value))
         assert torch.equal(model.scaled(x), x * value)
-
-
-def test_explain_names_what_has_changed(x):
-    pipeline = torchcache(Pipeline(), methods=("encode", "decode"))
-    pipeline.encode(x)
-    pipeline.shift = 3.0
-    pipeline.encode(x)
-    assert cache_of(pipeline).explain() == "attribute shift: 1.0 → 3.0"
-    pipeline.decode(x)
-    pipeline.decode(x.double().float())
-    assert cache_of(pipeline).explain() == cache_of(pipeline).explain(method="decode")
-    assert "nothing but the items" in cache_of(pipeline).explain()
-    assert cache_of(pipeline).explain(method="encode") == "attribute shift: 1.0 → 3.0"
 
 
 def test_warmup_of_one_method(x):
@@ -452,7 +407,7 @@ WAYS = {
 
 
 def test_each_way_to_decorate_finds_the_same_rows(tmp_path, x):
-    folders, options = set(), {"persistent_cache_dir": tmp_path}
+    folders, options, before = set(), {"persistent_cache_dir": tmp_path}, dict(vars(Clip))
     for number, way in enumerate([*WAYS, "class"]):
         torch.manual_seed(1)
         if way == "class":
@@ -465,7 +420,11 @@ def test_each_way_to_decorate_finds_the_same_rows(tmp_path, x):
         folders.add(cache_of(obj).module_hash)
         assert (cache_of(obj).stats().misses == 0) == (number > 0), way
         cache_of(obj).close()
-    uncache(Clip)
+    for name, value in dict(vars(Clip)).items():
+        if name not in before:
+            delattr(Clip, name)
+        elif value is not before[name]:
+            setattr(Clip, name, before[name])
     assert len(folders) == 1
 
 
@@ -512,21 +471,6 @@ def test_a_subclass_that_overrides_is_not_mistaken(x):
     assert torch.equal(super(Louder, louder).encode(x), louder.fc(x))
 
 
-def test_a_dataclass_and_frozen_ones(x):
-    @dataclasses.dataclass(frozen=True)
-    class Scaler:
-        scale: float
-
-        @torchcache
-        def apply(self, x):
-            return x * self.scale
-
-    for scale in (2.0, 3.0, 2.0):
-        scaler = Scaler(scale)
-        assert torch.equal(scaler.apply(x), x * scale)
-    assert calls(scaler) == (5, 0)  # equal ones share their rows
-
-
 def test_what_is_no_method_is_an_error(x):
     class Wrong:
         @staticmethod
@@ -550,39 +494,6 @@ def test_what_is_no_method_is_an_error(x):
     for kind in (staticmethod, property):
         with pytest.raises(DecorationError, match=f"a {kind.__name__}"):
             torchcache(kind(Pipeline.encode))
-
-
-@pytest.mark.parametrize(
-    "slot, lacks", [("scale", "__dict__"), ("__weakref__", "__dict__"), ("__dict__", "__weakref__")]
-)
-def test_methods_of_objects_with_slots_say_what_these_lack(slot, lacks, x):
-    class Slots:
-        __slots__ = (slot,)
-
-        def encode(self, x):
-            return x
-
-    class Decorated(Slots):
-        __slots__ = ()
-        encode = torchcache(Slots.encode)
-
-    for call in (lambda: torchcache(Slots().encode), lambda: Decorated().encode(x)):
-        with pytest.raises(DecorationError, match=f"it has no {lacks}"):
-            call()
-
-
-def test_another_name_of_a_method_outlives_the_first_call(x):
-    class Named(nn.Module):
-        def forward(self, x):
-            return x + 1
-
-        def encode(self, x):
-            return x * 2
-
-    module = torchcache(Named())
-    module.embed = module.encode
-    module(x)
-    assert torch.equal(module.embed(x), x * 2)
 
 
 # Copies
@@ -619,12 +530,6 @@ def test_copies_and_pickles(made, called, x):
         assert torch.equal(getattr(obj, name)(x), expected)
         caches = cache_of(twin).methods.values()
         assert len({id(cache.keeper) for cache in caches}) == 1
-
-
-def test_what_is_returned_is_pickled_with_its_object(x):
-    encode = torchcache(Pipeline().encode)
-    for twin in (pickle.loads(pickle.dumps(encode)), copy.deepcopy(encode)):
-        assert torch.equal(twin(x), encode(x))
 
 
 # Again, and not any more
@@ -718,40 +623,13 @@ def test_uncache_one_method(x):
     assert "cache_instance" not in vars(model)
 
 
-def test_uncache_a_class(x):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = nn.Linear(4, 3)
-
-        def forward(self, x):
-            return self.fc(x)
-
-        @torchcache
-        def encode(self, x):
-            return self.fc(x)
-
-    before = {name: value for name, value in vars(Net).items() if name != "encode"}
-    torchcache(Net)
-
-    class Child(Net):
-        def forward(self, x):
-            return super().forward(x) + 1
-
-    child = frozen(Child())
-    child(x), child.encode(x)
-    with pytest.raises(DecorationError, match=r"its class is: uncache\(Child\)"):
-        uncache(child)
-    with pytest.raises(DecorationError, match=r"by its base class: uncache\(Net\)"):
-        uncache(Child)
-    with pytest.raises(DecorationError, match=r"Embedder.decode is below another decorator"):
-        uncache(Embedder)
-    assert uncache(Net) is Net
-    assert {name: value for name, value in vars(Net).items() if name != "encode"} == before
-    assert torch.equal(child(x), child.fc(x) + 1)
-    for one in (child, frozen(Net())):
-        with pytest.raises(DecorationError, match="is not cached"):
-            cache_of(one)
+def test_a_class_is_decorated_for_good(x):
+    embedder = Embedder()
+    for target in (embedder, Embedder, embedder.encode):
+        with pytest.raises(DecorationError, match="remove it from Embedder"):
+            uncache(target)
+    with pytest.raises(DecorationError, match="is decorated for forward: name all at once"):
+        torchcache(methods=("decode",))(torchcache(type("Net", (nn.Linear,), {"decode": nn.Linear.forward})))
 
 
 def test_an_object_of_a_decorated_class_may_have_options_of_its_own(x):
@@ -767,35 +645,7 @@ def test_an_object_of_a_decorated_class_may_have_options_of_its_own(x):
     assert cache_of(embedder).settings.policy == "keep"
 
 
-def test_explain_says_if_another_method_than_the_cached_one_is_called(x):
-    model = torchcache(frozen(Clip()))
-    model.encode_image(x)
-    assert "forward was not called: methods=(…) names what is" in cache_of(model).explain()
-    model(x)
-    assert "was not called" not in cache_of(model).explain()
-
-
 # Shallow copies
-
-
-class Slotted(Pipeline):
-    __slots__ = ("extra",)
-
-    def __init__(self):
-        super().__init__()
-        self.extra = 5.0
-
-    def encode(self, x):
-        return super().encode(x) + self.extra
-
-
-class Registry(dict, Pipeline):
-    def __init__(self, *pairs):
-        Pipeline.__init__(self)
-        self["by"] = 2.0
-
-    def encode(self, x):
-        return super().encode(x) * self["by"]
 
 
 class Copied(Pipeline):
@@ -805,7 +655,7 @@ class Copied(Pipeline):
         return twin
 
 
-@pytest.mark.parametrize("kind", [Pipeline, Slotted, Registry, Copied])
+@pytest.mark.parametrize("kind", [Pipeline, Copied])
 def test_a_shallow_copy_computes_with_what_it_has(x, kind):
     model = kind()
     expected, other = model.encode(x), copy.copy(model)

@@ -200,21 +200,6 @@ def test_parts_of_a_forward_that_takes_as_long_for_one_item_as_for_many_have_the
     assert function.cache_instance.stats().seconds_checking - first >= 6
 
 
-def test_flips_before_a_forward_leave_a_gain(clock):
-    """Each image comes as it is or flipped, so batches are found in part."""
-    function, x = counted(seconds=1.0), torch.randn(256, 2, 4)
-    computed = []
-    for _ in range(5):
-        del clock.sizes[:]
-        for rows in x[torch.randperm(256)].split(32):
-            flips = (torch.rand(32) < 0.5)[:, None, None]
-            function(torch.where(flips, rows.flip(2), rows))
-        computed.append(sum(clock.sizes))
-    stats = function.cache_instance.stats()
-    assert stats.hits + stats.misses == 5 * 256 and stats.hits > 650
-    assert sum(computed) <= stats.misses + 3 * 32 + 0.02 * stats.hits
-
-
 def test_a_forward_that_is_cheaper_than_its_call_is_checked_for_the_time_of_calls(clock):
     function, x = counted(), torch.randn(64, 3)
     for rows in x.split(16):

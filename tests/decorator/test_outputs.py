@@ -14,7 +14,7 @@ import torch
 from tests.helpers import warm
 from tests.helpers.kinds import Frozen, Mapped, Plain, Point, Registered
 from tests.helpers.outputs import Notes, assert_same, bypasses, hits, misses, note, warnings_in
-from torchcache2 import Cache, CachedDataset, Keys, OptionError, register_value, torchcache
+from torchcache2 import CachedDataset, OptionError, register_value, torchcache
 
 SOAK = bool(os.environ.get("SOAK"))
 ITEMS = torch.arange(48.0).reshape(12, 4)
@@ -331,17 +331,6 @@ def test_an_output_that_contains_itself_is_not_kept(log):
     assert bypasses(function) == {"output": 24}
     (message,) = warnings_in(log)
     assert "contains itself" in message
-
-
-def test_an_engine_without_a_decorator_keeps_arrays():
-    cache = Cache(bytes(16))
-    keys = Keys(bytes(16), np.arange(64, dtype=np.uint8).reshape(4, 16))
-    for batch in ([0, 1], [1, 0, 2], [0, 1, 2, 3]):
-        found = cache.fetch(
-            keys.take(np.array(batch)), lambda where, b=batch: np.array(b)[where.numpy()] * 2.5
-        )
-        assert_same(np.array(batch) * 2.5, found)
-    assert cache.stats().hits == 5
 
 
 # Objects

@@ -356,18 +356,6 @@ def test_rows_that_are_read_enter_memory_while_there_is_room(path, policy):
     close(function)
 
 
-@pytest.mark.parametrize("size", [0, 1000, 16 * MIB])
-def test_with_no_memory_at_all_rows_are_found_on_disk(path, size):
-    function = wide(path, max_memory_cache_size=size)
-    assert epoch(function).misses == 600
-    assert epoch(function).hits == 600
-    close(function)
-    function = wide(path, max_memory_cache_size=size)
-    stats = epoch(function)
-    assert (stats.hits, stats.misses, stats.memory_rows) == (600, 0, 0)
-    close(function)
-
-
 # Options
 
 
@@ -452,22 +440,6 @@ def test_structures_and_strides_come_back_as_they_were(path, compression, size, 
         assert_same(output, again)
         assert base is Structured or again.stride() == output.stride()
     close(module)
-
-
-def test_stored_in_another_dtype(path):
-    options = {"cache_dtype": torch.bfloat16, "compression": "none"}
-    output = fill(path, options=options)
-    assert output.dtype == torch.float32 and torch.equal(output, output.bfloat16().float())
-    (file,) = segments(path)
-    assert safetensors.torch.load_file(file)["output"].dtype == torch.bfloat16
-    module = run(path, **options)()
-    again = found(lambda: module(X))
-    assert torch.equal(again, output) and again.dtype == torch.float32
-    other = run(path)()
-    exact, sizes = computed(lambda: other(X))
-    assert sizes == [6] and not torch.equal(exact, output)
-    assert "option cache_dtype: torch.bfloat16 → None" in other.cache_instance.explain()
-    close(module, other)
 
 
 # Rows that are wrong

@@ -49,23 +49,15 @@ def test_a_folder_is_enough(path):
 # Options of the decorator, those of the module, and whether the folder is used.
 CASES = [
     ({}, {}, False),
-    ({"persistent": None}, {}, False),
     ({"persistent": False}, {}, False),
     ({"dir": True}, {}, True),
-    ({"dir": True, "persistent": None}, {}, True),
     ({"dir": True, "persistent": True}, {}, True),
     ({"dir": True, "persistent": False}, {}, False),
     ({}, {"dir": True}, True),
-    ({"policy": "lru"}, {"dir": True}, True),
-    ({"persistent": True}, {"dir": True}, True),
     ({"persistent": False}, {"dir": True}, False),
-    ({"persistent": False}, {"dir": True, "persistent": True}, True),
     ({"dir": True}, {"persistent": False}, False),
     ({"dir": True}, {"dir": None}, False),
-    ({"dir": True}, {"policy": "lru"}, True),
-    ({"dir": True, "persistent": False}, {"policy": "lru"}, False),
     ({"dir": True, "persistent": False}, {"persistent": True}, True),
-    ({"dir": True, "persistent": False}, {"persistent": None}, True),
 ]
 
 

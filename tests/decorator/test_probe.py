@@ -264,52 +264,6 @@ def test_what_sets_itself_up_for_a_size_is_put_back(monkeypatch):
     assert module.cache_instance.stats().hits > 0
 
 
-def test_a_variable_of_a_closure_that_is_set_for_a_size_is_put_back(monkeypatch):
-    monkeypatch.setattr(threading, "active_count", lambda: 1)
-    size = None
-
-    def masked(x):
-        nonlocal size
-        if size != len(x):
-            size = len(x)
-        return x * 2 + size * 0
-
-    function = torchcache(masked)
-    for _ in range(3):
-        assert torch.equal(function(X), X * 2)
-        assert size == 6
-
-
-class Sized(nn.Module):
-    """Keeps what is as long as the last batch, which another method reads."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("table", torch.arange(6.0)[:, None])
-        self.kept = {"length": 6}
-
-    def forward(self, x):
-        if len(self.table) != len(x):
-            self.table = torch.arange(float(len(x)))[:, None]
-        self.kept["length"] = len(x)
-        return x * 2 + self.table * 0
-
-    def decode(self, z):
-        return z + self.table
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_what_a_part_replaced_in_a_module_is_put_back(threads, monkeypatch):
-    monkeypatch.setattr(threading, "active_count", lambda: threads)
-    whole, inside = torchcache(Sized()), Sized()
-    function = torchcache(lambda net, x: net(x))
-    for _ in range(3):
-        assert torch.equal(whole(X), X * 2) and torch.equal(function(inside, X), X * 2)
-        assert len(whole.decode(X)) == len(inside.decode(X)) == 6
-        assert threads > 1 or whole.kept == inside.kept == {"length": 6}
-    assert function.cache_instance.stats().hits >= 6
-
-
 class Overflow(nn.Module):
     """Counts large items, and computes with that number."""
 
@@ -534,18 +488,6 @@ def test_what_a_cached_module_inside_finds_proves_nothing(options):
     assert (bypasses(outer).keys() == {"batch"}) == ("verify" not in options)  # no parts are computed there
 
 
-def test_a_part_that_raises_later():
-    table = nn.EmbeddingBag(10, 3, mode="sum").requires_grad_(False)
-
-    @torchcache
-    def bags(ids, offsets):
-        return table(ids, offsets)
-
-    ids, offsets = torch.arange(6), torch.arange(6)
-    for rows, starts in ((ids, offsets), (ids[1:3], offsets[:2]), (ids, torch.tensor([0, 0, 1, 2, 2, 6]))):
-        assert torch.equal(bags(rows, starts), table(rows, starts))
-
-
 def test_dependence_is_not_looked_for_again_with_other_weights(sizes):
     class Centred(nn.Linear):
         def forward(self, x):
@@ -561,28 +503,8 @@ def test_dependence_is_not_looked_for_again_with_other_weights(sizes):
     assert bypasses(module) == {"batch": 18}
 
 
-def test_two_instances_are_probed_once(sizes):
-    @torchcache
-    class Doubled(nn.Module):
-        def forward(self, x):
-            SIZES.info(len(x))
-            return x * 2
-
-    for _ in range(2):
-        Doubled()(X)
-    assert sizes == [6, 1, 1, 6]  # the second one finds a batch for the first time
-
-
 def doubled(x, by=2):
     return x * by
-
-
-def test_what_was_found_out_outlives_the_first_call_of_another_kind(sizes):
-    function = counted(doubled)
-    for call, computed in [((X,), [6, 1, 1]), ((X, 3), [6, 1, 1]), ((X,), [6]), ((X, 3), [6])]:
-        del sizes[:]
-        assert torch.equal(function(*call), doubled(*call))
-        assert sizes == computed
 
 
 def test_forwards_that_talk_to_other_processes_are_not_probed(sizes):

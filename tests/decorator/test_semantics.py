@@ -1,9 +1,6 @@
 """What a forward may do besides computing: whatever it is, a cached one does the same."""
 
 import copy
-import dataclasses
-import functools
-import threading
 
 import numpy as np
 import pytest
@@ -85,65 +82,6 @@ def test_the_fast_path_of_attention_is_part_of_the_key():
         torch.backends.mha.set_fastpath_enabled(True)
 
 
-def test_a_decorator_that_gives_arguments_of_its_own():
-    def with_three(function):
-        @functools.wraps(function)
-        def wrapper(x):
-            return function(x, 3)
-
-        return wrapper
-
-    def times(x, factor):
-        return x * factor
-
-    cached = torchcache(with_three(times))
-    for _ in range(2):
-        assert torch.equal(cached(X), X * 3)
-
-
-def test_threads_do_not_take_each_others_attributes_for_their_own():
-    class Stateful(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.seen, self.layer = 0, nn.Identity()
-
-        def forward(self, x):
-            self.seen = self.seen + 1
-            return self.layer(x) + 0 * self.seen
-
-    cached, errors = torchcache(Stateful()), []
-
-    def work():
-        try:
-            for _ in range(150):
-                assert torch.equal(cached(DUPLICATES), DUPLICATES)
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors and set(vars(nn.Identity())) == set(vars(cached.layer))
-
-
-def test_how_an_inner_module_is_cached_counts():
-    class Outer(nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x):
-            return self.inner(x)
-
-    outer = torchcache(Outer)
-    third = X / 3
-    rounded, exact = outer(torchcache(cache_dtype=torch.float16)(nn.Tanh())), outer(nn.Tanh())
-    rounded(third)
-    assert torch.equal(exact(third), third.tanh())
-
-
 def test_a_base_whose_forward_is_replaced_later(monkeypatch):
     class Base(nn.Module):
         def forward(self, x):
@@ -172,24 +110,3 @@ def test_state_changes_once_for_a_batch_with_duplicates():
     for _ in range(2):
         assert torch.equal(cached(DUPLICATES), plain(DUPLICATES))
         assert torch.equal(cached.weight, plain.weight)
-
-
-@dataclasses.dataclass
-class Scaling(nn.Module):
-    scale: float = 2.0
-
-    def __post_init__(self):
-        super().__init__()
-
-    def forward(self, x):
-        return x * self.scale
-
-
-def test_a_module_without_a_hash_is_cached():
-    scaling = torchcache(Scaling()).eval()
-    with pytest.raises(TypeError):
-        hash(scaling)
-    scaling.cache_instance.warmup(list(X))
-    assert torch.equal(scaling(X), 2 * X) and scaling.cache_instance.stats().misses == len(X)
-    scaling.scale = 3.0
-    assert torch.equal(scaling(X), 3 * X)

@@ -12,7 +12,6 @@ identified more precisely, by a digest of all arguments that are not batched.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -58,7 +57,7 @@ REASONS = {
     ),
     "training": Reason("module", "call .eval() first; a trainer's model.train() may have undone it"),
     "argument": Reason("arguments"),
-    "batch": Reason("forward"),  # see `batch_advice`
+    "batch": Reason("forward"),  # see `advice_for`
     "random": Reason(
         "forward",
         "its output is random: nothing to do if that is intended, else remove the random operation; or "
@@ -84,13 +83,13 @@ REASONS = {
 }
 _BATCH = {  # advice about a dependence on the batch, by how it was found
     "": (
-        "if the batch is not the first dimension, use batch_first=True; name arguments of the whole batch in "
-        "shared_args; or decorate a narrower function, which computes each item by itself"
+        "if the batch is not the first dimension, use batch_first=True; if an argument belongs to the whole "
+        "batch, name it in shared_args; if the forward mixes items, decorate what runs before"
     ),
-    "shape": (
-        "if the batch is not the first dimension, use batch_first=True; if items are padded to the longest "
-        "of their batch, pad them to a fixed length (docs/recipes/padding.md); if the forward compares "
-        "items, decorate what runs before"
+    "padding": (
+        "if items are padded to the longest of their batch, pad them to a fixed length or to a multiple "
+        "(docs/recipes/padding.md), and mask the padding; if the batch is not the first dimension, use "
+        "batch_first=True; if the forward mixes items, decorate what runs before"
     ),
     "structure": (
         "return tensors or arrays whose first dimension is the batch, or a list with one entry per item, not "
@@ -102,10 +101,6 @@ _BATCH = {  # advice about a dependence on the batch, by how it was found
     "rounding": (
         "the difference is about as small as rounding: if it is nothing else, probe=False keeps the rows"
     ),
-    "values": (
-        "if the batch is not the first dimension, use batch_first=True; if an argument belongs to the whole "
-        "batch, name it in shared_args; if the forward mixes items, decorate what runs before"
-    ),
     "random": (
         "the forward draws random numbers without a seed, or is not deterministic: nothing to do if that is "
         "intended, else give its generator a seed"
@@ -114,21 +109,8 @@ _BATCH = {  # advice about a dependence on the batch, by how it was found
         "the output depends on the place in the batch: pass what differs between places as an argument with "
         "one entry per item; if the batch is not the first dimension, use batch_first=True"
     ),
-    "found": (
-        "items depend on others in their batch, such as by padding to the longest: pad to a fixed length, or "
-        "mask the padding (docs/recipes/padding.md). Or the forward is not deterministic"
-    ),
-    "lengths": (
-        "entries of several lengths that are padded to the longest of their batch depend on it: pad to a "
-        "fixed length, or mask the padding (docs/recipes/padding.md); or return outputs without a length"
-    ),
     "quantized": "quantize statically, or weights only",
-    "stack": "pad outputs to a fixed shape, or decorate what runs before items are padded to the longest",
 }
-PADDING = (
-    "Items that are padded to the longest of their batch are other items in another batch: pad to a fixed "
-    "length or a multiple (docs/recipes/padding.md)"
-)
 EDITED = (
     "the module has changed in a way that PyTorch does not record, such as by .data or in shared memory: "
     "after such an edit, call .cache_instance.refresh()"
@@ -145,16 +127,16 @@ _LAYERS = {  # reason and text, by `UnsteadyLayer.does`
 }
 
 
-def batch_advice(cause: str) -> str:
-    """What to do about items whose output depends on their batch.
+def advice_for(reason: str, cause: str = "") -> str:
+    """What to do about a reason.
 
-    `cause` is how that was found. For a part of a batch, outputs have another ``"shape"`` or ``"structure"``,
-    the forward ``"raises"``, or values differ, as little as by ``"rounding"``, or more (``"values"``). An
-    item has two outputs alone (``"random"``), or in one batch (``"repeat"``). A ``"found"`` batch differs
-    from a computed one. An argument has entries of several ``"lengths"``. The module is dynamically
-    ``"quantized"``. Outputs have several shapes, so they do not ``"stack"``. An empty text: unknown by now.
+    `cause` is how a dependence on the batch was found. For a part of a batch, outputs have another shape
+    (``"padding"``) or ``"structure"``, the forward ``"raises"``, or values differ, as little as by
+    ``"rounding"``, or where entries have several lengths (``"padding"``). An item has two outputs alone
+    (``"random"``), or in one batch (``"repeat"``). The module is dynamically ``"quantized"``. An empty text:
+    values differ, or unknown by now.
     """
-    return _BATCH[cause]
+    return _BATCH[cause] if reason == "batch" else REASONS[reason].advice
 
 
 class BypassError(RefusedError):
@@ -172,8 +154,8 @@ class BypassError(RefusedError):
 
     @classmethod
     def because(cls, reason: str, why: str, *, cause: str = "", is_final: bool = True) -> BypassError:
-        """The error for a reason, with `why` and the advice as its text; `cause` is as in `batch_advice`."""
-        return cls(reason, "; ".join(filter(None, (why, _advice(reason, cause)))), is_final=is_final)
+        """The error for a reason, with `why` and the advice as its text; `cause` is as in `advice_for`."""
+        return cls(reason, "; ".join(filter(None, (why, advice_for(reason, cause)))), is_final=is_final)
 
     @classmethod
     def all_of(cls, stops: Sequence[BypassError]) -> BypassError:
@@ -188,11 +170,6 @@ class BypassError(RefusedError):
         text = "".join([first.text, *[f". Also ({stop.reason}): {stop.text}" for stop in others]])
         return cls(first.reason, text, first.error, is_final=first.is_final)
 
-    @classmethod
-    def of(cls, stop: NotStoredError, *, is_final: bool = True) -> BypassError:
-        """The error for an output that must not be stored."""
-        return cls(stop.reason, stop.text, stop.error, is_final=is_final)
-
     def as_error(self, name: str) -> NotCachedError:
         """What ``strict=True`` raises for a module of this name."""
         if isinstance(self.error, NotCachedError):
@@ -201,12 +178,8 @@ class BypassError(RefusedError):
         return kind(f"{name}: not cached ({self.reason}): {self.text}")
 
 
-def _advice(reason: str, cause: str) -> str:
-    return batch_advice(cause) if reason == "batch" else REASONS[reason].advice
-
-
 def not_stored(reason: str, output: Any, why: str = "", *, cause: str = "") -> NotStoredError:
-    """The error for an output that must not be stored, with the advice; `cause` is as in `batch_advice`."""
+    """The error for an output that must not be stored, with the advice; `cause` is as in `advice_for`."""
     return NotStoredError(reason, BypassError.because(reason, why, cause=cause).text, output)
 
 
@@ -323,7 +296,7 @@ class _Failed(NamedTuple):
 
     tries: int
     reason: str
-    left: float
+    left: int
 
 
 class Backoff:
@@ -340,9 +313,6 @@ class Backoff:
     def __len__(self) -> int:
         return len(self._seen)
 
-    def __contains__(self, kind: Hashable) -> bool:
-        return kind in self._seen
-
     def reason(self, kind: Hashable) -> str | None:
         """The reason for a call to bypass the cache; None if caching should be tried. Counts the call."""
         failed = self._seen.get(kind)
@@ -351,18 +321,14 @@ class Backoff:
         self._seen[kind] = failed._replace(left=failed.left - 1)  # harmless if a thread has just cleared it
         return failed.reason
 
-    def is_final(self, kind: Hashable) -> bool:
-        """Whether such calls are never tried again."""
-        return kind in self._seen and self._seen[kind].left == math.inf
-
-    def add(self, kind: Hashable, reason: str, *, is_final: bool = False) -> None:
-        """Record that a call of this kind was not cached; if this `is_final`, none is tried again."""
+    def add(self, kind: Hashable, reason: str) -> None:
+        """Record that a call of this kind was not cached."""
         if len(self._seen) >= _MOST_KINDS:
             self._seen = {}
         tries = 1 + (self._seen[kind].tries if kind in self._seen else 0)
         rounds = tries - self._tries
         left = min(self._calls << rounds, _MOST_CALLS) if rounds >= 0 else 0
-        self._seen[kind] = _Failed(tries, reason, math.inf if is_final else left)
+        self._seen[kind] = _Failed(tries, reason, left)
 
     def clear(self, kind: Hashable) -> None:
         """Record that a call of this kind was cached."""

@@ -264,7 +264,7 @@ class Computation:
             except (UnstorableError, OutputError):  # it cannot be stored
                 return output
             if has_other_shape and not call.entries:
-                raise not_stored("batch", output, self._shapes_text(shapes), cause="shape")
+                raise not_stored("batch", output, self._shapes_text(shapes), cause="padding")
             output = copied
             found = self._difference(whole)
             if found is not None:
@@ -303,7 +303,7 @@ class Computation:
             undo()
             text, whole = self._shapes_text(shapes), self._whole()
             if self._shapes_of_items(whole, call.batch_size) != shapes:
-                raise not_stored("batch", whole, text, cause="shape")
+                raise not_stored("batch", whole, text, cause="padding")
             return WholeBatch(whole)
         self._remember(shapes)
         return output

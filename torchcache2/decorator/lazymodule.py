@@ -11,6 +11,7 @@ import contextlib
 import copy
 import functools
 import importlib
+import itertools
 import os
 import re
 import stat
@@ -362,13 +363,13 @@ class _Lazy:
 
     def moves(self, fn: Callable[[Tensor], Tensor]) -> bool:
         """Whether a function only moves tensors, or does nothing; notes the device."""
-        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64):
-            for shape in ((), (2, 2, 2, 2), (2, 2, 2, 2, 2)):
-                tensor = torch.ones(shape, dtype=dtype, device="cpu")
-                moved = fn(tensor)
-                same = moved.dtype == dtype and moved.stride() == tensor.stride()
-                if not same or moved.is_meta or not torch.equal(moved.cpu(), tensor):
-                    return False
+        dtypes = torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64
+        for dtype, shape in itertools.product(dtypes, ((), (2, 2, 2, 2), (2, 2, 2, 2, 2))):
+            tensor = torch.ones(shape, dtype=dtype, device="cpu")
+            moved = fn(tensor)
+            same = moved.dtype == dtype and moved.stride() == tensor.stride()
+            if not same or moved.is_meta or not torch.equal(moved.cpu(), tensor):
+                return False
         try:
             moved = fn(torch.ones((), device="meta")) if moved.device.type == "cpu" else moved
         except NotImplementedError:  # meta tensors cannot move to the CPU
@@ -381,10 +382,8 @@ class _Lazy:
 
     def device(self) -> torch.device:
         """Where the weights are, or will be; loads the module if that is unknown."""
-        if self.module is None and self._device is None and torch.cuda.device_count() == 0:
-            return torch.device("cpu")
-        if self.module is None and self._device is not None:
-            return self._device
+        if self.module is None and (self._device is not None or torch.cuda.device_count() == 0):
+            return self._device or torch.device("cpu")
         module = self.load("a call without tensors does not say on which device its output is")
         return next((one.device for one in weights_of(module)), torch.device("cpu"))
 
@@ -407,15 +406,10 @@ class _Lazy:
 
 def _names_in(folder: str) -> list[str]:
     """The files in a folder and its subfolders, following links, by relative name."""
-    found, seen = [], set()
-    for path, folders, names in os.walk(folder, followlinks=True, onerror=_raise):
-        one = os.stat(path)
-        if (one.st_dev, one.st_ino) in seen:
-            folders.clear()  # a link loop
-            continue
-        seen.add((one.st_dev, one.st_ino))
-        found += [os.path.relpath(os.path.join(path, name), folder) for name in names]
-    return sorted(found)
+    walk = os.walk(folder, followlinks=True, onerror=_raise)  # a loop of links is an error
+    return sorted(
+        os.path.relpath(os.path.join(path, name), folder) for path, _, names in walk for name in names
+    )
 
 
 def _raise(error: OSError) -> None:

@@ -242,9 +242,7 @@ class ModuleCache:
         names = self._known.signature.ignored - {*self.keeper.ignored}
         paths = [*self.keeper.ignored, *[f"argument {name}" for name in sorted(names)]]
         ignored = at_most([f"left out by ignore: {path}" for path in paths])
-        # A user who calls another method than the one that is cached asks here.
-        unused = [] if self._owner.last else [f"{self.method} was not called: methods=(…) names what is"]
-        return "\n".join([text, *ignored, *unused])
+        return "\n".join([text, *ignored])
 
     warmup, estimate = warm_up, estimate  # methods; documented in `warmup.py`
 
@@ -340,9 +338,9 @@ class ModuleCache:
         elif items // 100 < found < items // 2 and self._known.lengths() >= _LENGTHS:
             saved = self.engine.counters.stats().seconds_saved or 0.0
             if saved < 0.0:
-                text = "%s: only %s of %s items were found, and caching took %.1f s more than that saved. %s"
-                shares = f"{found:,}", f"{items:,}", -saved
-                self.engine.tell("padding", text, self.name, *shares, bypass.PADDING)
+                text = "%s: only %s of %s items were found, and caching took %.1f s more than that saved: %s"
+                advice = bypass.advice_for("batch", "padding")
+                self.engine.tell("padding", text, self.name, f"{found:,}", f"{items:,}", -saved, advice)
 
     def _call(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         start, root, runner = time.perf_counter(), self.living_root(), self._known.runner
@@ -358,7 +356,7 @@ class ModuleCache:
             self._step_aside(stop, len(computation.keys), lambda: glance(root, args, kwargs))
         except NotStoredError as stop:
             is_final = stop.reason != "random" or computation.context in self._known.random
-            aside = BypassError.of(stop, is_final=is_final)
+            aside = BypassError(stop.reason, stop.text, stop.error, is_final=is_final)
             self._step_aside(aside, len(computation.keys), lambda: glance(root, args, kwargs))
             return computation.singles[0] if computation.singles else stop.output
         except OwnMemoryError:
@@ -456,7 +454,7 @@ class ModuleCache:
         except WrongRowsError as stop:
             text = self._stale(computation, stop.text)
             if text is None:
-                raise not_stored("batch", stop.output, stop.text, cause="found") from None
+                raise not_stored("batch", stop.output, stop.text, cause="padding") from None
             if self._is_strict():
                 raise NotCachedError(text) from None
             self.engine.tell("stale", "%s", text)
@@ -464,7 +462,7 @@ class ModuleCache:
             return stop.output
         except NotStoredError as stop:
             if stop.reason == "stack":
-                stop = not_stored("batch", stop.output, stop.text, cause="stack")
+                stop = not_stored("batch", stop.output, stop.text, cause="padding")
             if stop.reason == "batch":
                 is_first = isinstance(checks, CallChecks) and checks.is_first_batch
                 if not is_first:  # else no row of such calls is read in this run: those of other methods stay

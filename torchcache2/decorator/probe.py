@@ -328,7 +328,7 @@ def _parts(keys: Keys) -> list[tuple[int, ...]]:
 
 
 class Difference(NamedTuple):
-    """How an item's output depends on its batch, and how that was found; see `batch_advice`."""
+    """How an item's output depends on its batch, and how that was found; see `advice_for`."""
 
     text: str
     cause: str
@@ -370,10 +370,10 @@ class Probe:
                 found = self._difference(sorted(part), aligned)
             if found is not None or not self.is_conclusive:
                 break
-        if found is not None and found.cause in ("values", "repeat") and self._is_random():
+        if found is not None and found.cause in ("", "repeat") and self._is_random():
             return Difference("an item that is computed twice by itself has two outputs", "random")
-        if found is not None and found.cause in ("values", "shape", "rounding") and _spread(self._call) == 2:
-            return found._replace(cause="lengths")
+        if found is not None and found.cause in ("", "rounding") and _spread(self._call) == 2:
+            return found._replace(cause="padding")
         return found
 
     def _is_random(self) -> bool:
@@ -405,7 +405,7 @@ class Probe:
         try:
             return self._compared(self._alone(part, aligned), part)
         except (UnstorableError, OutputError) as error:
-            return Difference(str(error), "shape")
+            return Difference(str(error), "padding")
         except Exception as error:
             if is_out_of_memory(error):
                 self.is_conclusive = False
@@ -421,11 +421,11 @@ class Probe:
             for leaf, other in zip(rows.schema.leaves, expected.schema.leaves, strict=False):
                 if leaf != other and rows.schema.structure == expected.schema.structure:
                     forms = f"{leaf.dtype} {leaf.shape} and {other.dtype} {other.shape}"
-                    return Difference(f"output{leaf.path} is {forms} an item {batches}", "shape")
+                    return Difference(f"output{leaf.path} is {forms} an item {batches}", "padding")
             return Difference(f"the output has another structure {batches}", "structure")
         found = self._worst(expected, rows, part, 0.5)
         if found is not None:
-            return Difference(f"{found} {batches}", "values")
+            return Difference(f"{found} {batches}", "")
         for other_part, others in self._parts:
             same = [a == b for a, b in zip(part, other_part, strict=False)]
             shared = [*same, False].index(False)

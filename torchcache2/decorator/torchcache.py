@@ -35,7 +35,6 @@ from torchcache2.decorator.wrap import (
     is_cached_function,
     is_deferred,
     methods_of,
-    restore_class,
     restore_object,
 )
 from torchcache2.identity.encoding import qualified_name
@@ -54,8 +53,8 @@ _INSTEAD: tuple[tuple[Any, str], ...] = (  # unsupported targets, and what to wr
         (property, functools.cached_property),
         "it has no arguments that tell items apart. Put @torchcache above a method that computes it",
     ),
-    (torch.utils.data.DataLoader, "cache its dataset: CachedDataset(dataset)"),
     (torch.utils.data.Dataset, "CachedDataset(dataset) caches the samples of a dataset"),
+    (torch.utils.data.DataLoader, "cache its dataset: CachedDataset(dataset)"),
     ((list, tuple, dict, set), "decorate each by itself: for model in models: torchcache(model)"),
     (type, 'name the methods, torchcache(methods=("encode",)), or put @torchcache above them'),
     (types.MethodType, 'name it, torchcache(object, methods=("encode",)); of a module, decorate the module'),
@@ -188,11 +187,14 @@ torchcache.__module__ = "torchcache2"  # the path in pickles, wherever this file
 def _decorate_class(cls: type, settings: CacheSettings, methods: tuple[str, ...]) -> type:
     for name in methods:
         check_method(cls, name, in_body=True)
-    known: Binding | None = vars(cls).get(BINDING)
-    if known is not None and (known.settings, known.methods) != (settings, methods):
-        restore_class(cls)
-        known = None
-    return cls if known is not None else decorate_class(cls, Binding(settings, qualified_name(cls), methods))
+    known, binding = vars(cls).get(BINDING), Binding(settings, qualified_name(cls), methods)
+    if known is not None and known.methods != methods:
+        raise DecorationError(f"{cls.__name__} is decorated for {', '.join(known.methods)}: name all at once")
+    if known is None:
+        decorate_class(cls, binding)
+    elif known.settings != settings:
+        setattr(cls, BINDING, binding)  # of its next objects
+    return cls
 
 
 def _decorate_function(function: types.FunctionType, settings: CacheSettings) -> Callable[..., Any]:
@@ -255,39 +257,34 @@ def _refusal(target: Any) -> DecorationError:
 
 
 def uncache(target: T, /) -> T:
-    """Undo `torchcache`: restore a module, object, method, function or class, and return it.
+    """Undo `torchcache`: restore a module, object, method or function, and return it.
 
     Frees rows in memory; rows on disk stay, and are found when the target is cached again.
 
     Parameters
     ----------
-    target : nn.Module, object, method, function or class
+    target : nn.Module, object, method or function
         The decorated target, or a method of it. For a function, use the returned plain one.
 
     Raises
     ------
     DecorationError
-        If it is not cached, or its class is.
+        If it is not cached, or is a class or an object of a decorated class: remove ``@torchcache`` there.
     """
     cached: Any = target
-    if isinstance(cached, type) and bindings_of(cached):
-        restore_class(cached)
-        return target
     if is_cached_function(cached) and (cache := vars(cached).get("cache_instance")) is not None:
         cache.close()
         return getattr(cached, ORIGINAL_ATTRIBUTE)  # type: ignore[no-any-return]
     is_bound = isinstance(cached, (types.MethodType, CachedMethod))
-    obj, known = (
-        (cached.__self__ if is_bound else cached),
-        methods_of(cached.__self__ if is_bound else cached),
-    )
+    obj = cached.__self__ if is_bound else cached
+    known = methods_of(obj)
     names = [cached.__name__] if is_bound else list(known)
     if known and set(names) <= known.keys():
         restore_object(obj, names)
         return getattr(obj, names[0]) if is_bound else target
-    is_of_class = not isinstance(obj, (type, types.FunctionType)) and bindings_of(type(obj))
-    why = f"its class is: uncache({type(obj).__name__})" if is_of_class else "torchcache has not decorated it"
-    raise DecorationError(f"{shown(target)} is not cached: {why}")
+    kind = obj if isinstance(obj, type) else type(obj)
+    why = f"remove it from {kind.__name__}" if bindings_of(kind) else "torchcache has not decorated it"
+    raise DecorationError(f"{shown(target)} is not cached by a call of torchcache: {why}")
 
 
 def cache_of(target: Any, /) -> ModuleCache:
@@ -314,8 +311,6 @@ def cache_of(target: Any, /) -> ModuleCache:
     obj = target.__self__ if isinstance(target, (types.MethodType, CachedMethod)) else target
     if is_cached_function(obj) and "cache_instance" in vars(obj):
         return vars(obj)["cache_instance"]  # type: ignore[no-any-return]
-    if isinstance(obj, type):
-        raise DecorationError(f"{shown(target)} is not cached: each object of a class has a cache of its own")
     if not (methods_of(obj) or bindings_of(type(obj))):
         raise DecorationError(f"{shown(target)} is not cached: decorate it by torchcache")
     return cache_of_object(obj)

@@ -24,11 +24,10 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
-    default_collate,
 )
 
 from torchcache2.core.errors import NotCachedError, OptionError, OutputError
-from torchcache2.core.logs import listed, logger
+from torchcache2.core.logs import logger, shown
 from torchcache2.core.private import PRE_HOOKS
 from torchcache2.core.process import Place, place
 from torchcache2.core.settings import disabled_by_environment
@@ -269,7 +268,7 @@ def arguments_of(batch: Any, inputs: Callable[[Any], Any] | None) -> tuple[tuple
     elif isinstance(batch, (tuple, list, Mapping, Tensor, np.ndarray)):
         given = batch
     else:
-        raise OptionError(f"a batch of samples is {_outline(batch)}: {_ADVICE.format(1)}")
+        raise OptionError(f"a batch of samples is {shown(batch)}: {_ADVICE.format(1)}")
     return ((), dict(given)) if isinstance(given, Mapping) else ((given,), {})
 
 
@@ -286,17 +285,8 @@ def _check_arguments(
         example = next(iter(batch), 1) if isinstance(batch, Mapping) else 1
         advice = _ADVICE.format(example)
         raise OptionError(
-            f"{name}{signature} does not take a batch of samples, {_outline(batch)}: {error}; {advice}"
+            f"{name}{signature} does not take a batch of samples, {shown(batch)}: {error}; {advice}"
         ) from None
-
-
-def _outline(batch: Any) -> str:
-    """The structure of a batch of samples, in a few words."""
-    if isinstance(batch, Mapping):
-        return f"a dict of {listed([repr(key) for key in batch])}"
-    if isinstance(batch, (tuple, list)):
-        return f"a {type(batch).__name__} of {listed([type(element).__name__ for element in batch])}"
-    return f"of type {type(batch).__name__}"
 
 
 def _moved(arguments: Any, root: Any) -> Any:
@@ -328,31 +318,23 @@ def share_of(data: Any, where: Place, batch_size: int, num_workers: int) -> Shar
     Other iterables, and loaders that already divide data among ranks, such as by a `DistributedSampler`, are
     used as they are. Raises `OptionError` for anything else, and for empty data.
     """
-    for name, value, least in (("batch_size", batch_size, 1), ("num_workers", num_workers, 0)):
-        if type(value) is not int or value < least:
-            raise OptionError(f"{name}={value!r}: expected an int of at least {least}")
-    if isinstance(data, Mapping):
-        raise OptionError(
-            f"data is of type {type(data).__name__}, which is not a dataset: give one of its values, or "
-            "iter([data]) if it is a batch of samples"
-        )
-    is_text = isinstance(data, (str, bytes))
+    is_one = isinstance(data, (str, bytes, Mapping))
     if isinstance(data, DataLoader):
         share = _of_loader(data, where)
     elif isinstance(data, IterableDataset):
         stream = _Turns(data, where) if where.world_size > 1 else data
-        loader: Any = DataLoader(stream, batch_size, num_workers=num_workers, collate_fn=_collated)
+        loader: Any = DataLoader(stream, batch_size, num_workers=num_workers)
         share = Share(loader, *_counts(data, where))
-    elif hasattr(data, "__getitem__") and hasattr(data, "__len__") and not is_text:
+    elif hasattr(data, "__getitem__") and hasattr(data, "__len__") and not is_one:
         turns = range(len(data))[where.rank :: where.world_size]
-        loader = DataLoader(data, batch_size, sampler=turns, num_workers=num_workers, collate_fn=_collated)
+        loader = DataLoader(data, batch_size, sampler=turns, num_workers=num_workers)
         share = Share(loader, len(turns), len(data))
-    elif isinstance(data, Iterable) and not is_text:
+    elif isinstance(data, Iterable) and not is_one:
         share = Share(data, None, None)
     else:
         raise OptionError(
             f"data is of type {type(data).__name__}: expected a dataset (with __getitem__ and __len__, or an "
-            "IterableDataset), a DataLoader, or an iterable of batches"
+            "IterableDataset), a DataLoader, or an iterable of batches, such as iter([batch])"
         )
     if share.total == 0:
         raise OptionError("data is empty: there is nothing to warm up with. Is it the right split or folder?")
@@ -400,15 +382,6 @@ def _counts(stream: Any, where: Place) -> tuple[int | None, int | None]:
     if not isinstance(stream, Sized):
         return None, None
     return len(range(where.rank, len(stream), where.world_size)), len(stream)
-
-
-def _collated(samples: list[Any]) -> Any:
-    try:
-        return default_collate(samples)
-    except (TypeError, RuntimeError) as error:
-        raise OptionError(
-            f"samples cannot be put into batches: {error}; give a DataLoader with a collate_fn of your own"
-        ) from None
 
 
 class _Turns(IterableDataset[Any]):

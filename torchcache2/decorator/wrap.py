@@ -165,8 +165,6 @@ def decorate_class(cls: Any, binding: Binding) -> Any:
     setattr(cls, "cache_instance", _CacheAttribute(cache_of_object))  # noqa: B010  mypy knows no such attribute
     _patch_methods(cls)
     inherited = cls.__dict__.get("__init_subclass__")
-    if hasattr(getattr(inherited, "__func__", None), ADDED_ATTRIBUTE):
-        return cls
 
     def init_subclass(subclass: type, /, **kwargs: Any) -> None:
         if inherited is not None:
@@ -177,7 +175,6 @@ def decorate_class(cls: Any, binding: Binding) -> Any:
             _patch_methods(subclass)
 
     setattr(init_subclass, ADDED_ATTRIBUTE, True)
-    setattr(init_subclass, ORIGINAL_ATTRIBUTE, inherited)
     cls.__init_subclass__ = classmethod(init_subclass)
     return cls
 
@@ -191,38 +188,6 @@ def _patch_methods(cls: Any) -> None:
         if name not in cls.__dict__:
             setattr(wrapper, ADDED_ATTRIBUTE, _AddedTo(cls))
         setattr(cls, name, wrapper)
-
-
-def restore_class(cls: type) -> None:
-    """Restore the methods of a class and its subclasses.
-
-    `DecorationError` if a base class is decorated instead, or another decorator hides ours.
-    """
-    for base in cls.__mro__[1:]:
-        if bindings_of(base):
-            raise DecorationError(f"{cls.__name__} is cached by its base class: uncache({base.__name__})")
-    for name in bindings_of(cls):
-        if not is_cached_function(vars(cls)[name]):
-            raise DecorationError(
-                f"{cls.__name__}.{name} is below another decorator: remove @torchcache there"
-            )
-    _restore(cls)
-
-
-def _restore(cls: Any) -> None:
-    for name, value in list(vars(cls).items()):
-        function = getattr(value, "__func__", value)
-        if name == BINDING or isinstance(value, _CacheAttribute):
-            delattr(cls, name)
-        elif is_cached_function(function) and "cache_instance" not in vars(function):
-            own = getattr(function, ORIGINAL_ATTRIBUTE)
-            if own is None or (name != "__init_subclass__" and ADDED_ATTRIBUTE in vars(function)):
-                delattr(cls, name)
-            else:
-                setattr(cls, name, own)
-    for subclass in cls.__subclasses__():
-        if BINDING not in vars(subclass):
-            _restore(subclass)
 
 
 def _original_method(obj: Any, name: str, wrapper: Any = None) -> Callable[..., Any]:
@@ -433,7 +398,7 @@ _load_instance.__module__ = "torchcache2"  # the path that pickles name, whereve
 def methods_of(obj: Any) -> dict[str, CachedMethod]:
     """The cached methods of an object."""
     fields = getattr(obj, "__dict__", {})
-    return {name: value for name, value in fields.items() if isinstance(value, CachedMethod)}
+    return {name: value for name, value in fields.items() if type(value) is CachedMethod}
 
 
 def decorate_object(obj: Any, binding: Binding, *, exactly: bool) -> None:
