@@ -116,7 +116,7 @@ def fill(directory, rows, *, runs):
         waiting += count
         if runs and merging.is_due(1, waiting):
             before = directory.fs.nbytes
-            merging.write_runs(directory, NAMESPACE, 1 << 30, lambda size: True)
+            merging.write_index_files(directory, NAMESPACE, 1 << 30, lambda size: True)
             written, waiting = written + directory.fs.nbytes - before, 0
     return written
 

@@ -118,17 +118,17 @@ def test_rows_are_put_into_all_and_dropped_from_all(stack, tiers):
 @pytest.mark.parametrize("where", [1, 2])
 @pytest.mark.parametrize("when", ["read", "offered"])
 def test_rows_that_are_dropped_meanwhile_do_not_come_back(stack, tiers, where, when, monkeypatch):
-    offer = tiers[0].offer
+    keep_if_room = tiers[0].keep_if_room
 
     def dropped_and_offered(keys, rows):
         stack.drop(NAMESPACES[0])
-        return offer(keys, rows)
+        return keep_if_room(keys, rows)
 
     keep(tiers[where], [1, 2])
     if when == "read":
         tiers[where].after_get = lambda: stack.drop(NAMESPACES[0])
     else:
-        monkeypatch.setattr(tiers[0], "offer", dropped_and_offered)
+        monkeypatch.setattr(tiers[0], "keep_if_room", dropped_and_offered)
     found(stack, [1, 2])
     assert rows_in(tiers) == [0, 0, 0]
 

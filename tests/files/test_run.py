@@ -20,7 +20,7 @@ from torchcache2.core.errors import DamagedError, NewerFormatError
 from torchcache2.files import run as module
 from torchcache2.files.filesystem import Descriptors
 from torchcache2.files.layout import read_head
-from torchcache2.files.run import ENTRY, TABLE, Part, Run, by_key, entries_of, write_run
+from torchcache2.files.run import ENTRY, TABLE, Part, Run, by_key, entries_of, write_index_file
 from torchcache2.files.segment import Segment
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -49,7 +49,7 @@ def key(number, group=0):
 
 def written(folder, parts, alive, fs=None):
     fs = fs or Unsynced()
-    return Run(fs, Descriptors(fs), write_run(fs, os.fspath(folder), NAMESPACE, parts, alive))
+    return Run(fs, Descriptors(fs), write_index_file(fs, os.fspath(folder), NAMESPACE, parts, alive))
 
 
 def found(run, keys):
@@ -129,7 +129,7 @@ def test_damage_is_found_wherever_it_is(tmp_path):
     """A flipped bit, a cut, and what is not written at all: no entry is wrong."""
     keys = [key(number, number) for number in range(400)]
     fs = Unsynced()
-    path = write_run(
+    path = write_index_file(
         fs,
         os.fspath(tmp_path),
         NAMESPACE,

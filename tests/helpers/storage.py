@@ -181,7 +181,7 @@ CALLS = [
     name
     for name, value in vars(FileSystem).items()
     if callable(value) and not name.startswith("_") and not name.startswith(("read_", "write_"))
-    if name not in ("is_away", "has_elsewhere", "doubt")  # of these the system knows nothing
+    if name not in ("is_away", "has_elsewhere", "fetch_again")  # of these the system knows nothing
 ]
 WRITING = {"create", "write", "rename", "link", "remove", "make_folder", "remove_folder", "touch"}
 

@@ -16,7 +16,7 @@ import torch
 
 from torchcache2.core.errors import DamagedError, NewerFormatError, OptionError, UnreadableError
 from torchcache2.core.keys import Array, filled
-from torchcache2.core.logs import ToldOnce
+from torchcache2.core.logs import WarnOnce
 from torchcache2.core.places import Bucket, is_url
 from torchcache2.core.sizes import free_memory
 from torchcache2.files.directory import TAG, CacheDirectory, Contents, is_ours
@@ -342,7 +342,7 @@ def opened(path: str) -> Iterator[CacheDirectory]:
     with contextlib.ExitStack() as stack:
         try:
             # A command reports a fault as an error, where a cache only warns.
-            objects = Objects(Bucket.of(path, option="DIR"), ToldOnce(lambda _: False))
+            objects = Objects(Bucket.of(path, option="DIR"), WarnOnce(lambda _: False))
             stack.callback(objects.close)
             objects.check()
         except OptionError as error:

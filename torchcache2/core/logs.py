@@ -24,7 +24,7 @@ _MOST_NAMES, _LONGEST = 3, 80
 _LEVELS = "DEBUG, INFO, WARNING, ERROR, CRITICAL"
 
 
-class ToldOnce:
+class WarnOnce:
     """Logs each kind of event only the first time.
 
     `is_first(what)` returns whether no other process has logged it; None: each process logs.

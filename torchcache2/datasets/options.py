@@ -65,8 +65,7 @@ def _is_int(least: int) -> Callable[[Any], bool]:
 
 def _may_be_keys(keys: Any) -> bool:
     is_sequence = hasattr(keys, "__len__") and hasattr(keys, "__getitem__")
-    is_odd = isinstance(keys, (str, bytes, Mapping))
-    return keys is None or callable(keys) or (is_sequence and not is_odd)
+    return keys is None or callable(keys) or (is_sequence and not isinstance(keys, (str, bytes, Mapping)))
 
 
 _SWITCH = _Option("True or False", lambda value: isinstance(value, bool))

@@ -14,7 +14,7 @@ import torch
 
 from torchcache2.core.errors import NotCachedError, OutputError, UnreadableError
 from torchcache2.core.keys import Flags, Keys, Positions
-from torchcache2.core.logs import ToldOnce
+from torchcache2.core.logs import WarnOnce
 from torchcache2.core.memory import as_bytes
 from torchcache2.core.process import has_peers
 from torchcache2.core.rows import Parts, Rows, Schema, merged
@@ -236,7 +236,7 @@ class Levels(TierStack):
                 asked=lambda: tally.asked,
                 waits=tally.waits,
                 ask=tally.ask,
-                tell=ToldOnce(tally.is_first),
+                tell=WarnOnce(tally.is_first),
             ),
             writes=self._writes,
             opened=opened,
@@ -286,7 +286,7 @@ class Store:
         self, name: str, levels: Levels, tally: Tally, source: Source | None = None, verify: float = 0.0
     ) -> None:
         self.name, self.levels, self.tally = name, levels, tally
-        self.told = ToldOnce(tally.is_first)
+        self.told = WarnOnce(tally.is_first)
         self._source, self._verify = source, verify
         self._is_mapped = bool((levels.document.get("dataset") or {}).get("map"))
         self._samples = Samples()

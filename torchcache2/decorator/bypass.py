@@ -32,7 +32,7 @@ from torchcache2.core.private import keeps_parametrized
 from torchcache2.core.values import UnstorableError
 from torchcache2.engine.batch import NotStoredError, RefusedError
 from torchcache2.identity.arguments import BoundCall, Signature, UncachedArgumentError
-from torchcache2.identity.namespace import Facts, NamespaceKeeper, Seen, reading
+from torchcache2.identity.namespace import Facts, NamespaceKeeper, Snapshot, reading
 
 _MOST_CALLS = 1024  # most bypassing calls before the next try
 _MOST_KINDS = 10_000
@@ -267,7 +267,7 @@ def ask_arguments(
     return call
 
 
-def ask_weights(seen: Seen) -> None:
+def ask_weights(seen: Snapshot) -> None:
     """Raise if the forward may compute with older weights than those in the key."""
     if seen.has_old_casts:
         text = "weights have changed while autocast is on, which keeps its copies of the old ones"

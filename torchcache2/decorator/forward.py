@@ -42,7 +42,7 @@ from torchcache2.engine.values.samples import Samples
 from torchcache2.identity.arguments import BoundCall, Signature, Single, argument_leaves
 from torchcache2.identity.encoding import digest
 from torchcache2.identity.items import item_keys
-from torchcache2.identity.namespace import NamespaceKeeper, Seen
+from torchcache2.identity.namespace import NamespaceKeeper, Snapshot
 
 _MOST_CONTEXTS = 1000  # contexts whose outputs' lists are known
 _MOST_KINDS = 10_000
@@ -88,7 +88,7 @@ class Known:
         """The keys of the items of a call."""
         if self.names is not None:
             return self.names(namespace, call)
-        entries = [*call.entries, *call.aligned]
+        entries = [*call.entries, *call.maybe_per_item]
         count = self.settings.subsample_count
         return item_keys(
             namespace, call.context, call.leaves, entries, subsample_count=count, groups=self._groups
@@ -109,7 +109,7 @@ class Known:
         return Lists(self.samples, self._lists.setdefault(context, {}))
 
 
-def may_check(known: Known, root: Any, call: BoundCall, seen: Seen, is_found: bool = False) -> bool:
+def may_check(known: Known, root: Any, call: BoundCall, seen: Snapshot, is_found: bool = False) -> bool:
     """Whether the forward may run just to check a batch.
 
     No module is loaded just to check a batch that is all found.
@@ -166,7 +166,7 @@ class Computation:
         keys: Keys,
         plain: Forward,
         root: Any,
-        seen: Seen,
+        seen: Snapshot,
         checks: Checks,
         description: Callable[[bytes], Mapping[str, Any]],
         distrust: Callable[[], None],
@@ -343,7 +343,7 @@ class Computation:
         arguments belong to items.
         """
         is_known = self.keys.group in self.known.shapes and self.context not in self.random
-        return not is_known or self.checks.computes_parts or bool(self.call.aligned)
+        return not is_known or self.checks.computes_parts or bool(self.call.maybe_per_item)
 
     def _trace(self, inputs: Inputs, state: RandomState, output: Any) -> BypassError | None:
         """The traces of the forward for which its output must not be stored; None if it has left none."""
@@ -410,7 +410,7 @@ class Computation:
             whole,
             self.keys,
             self.call,
-            lambda part, aligned: self._rows(self._alone(part, aligned), len(part)),
+            lambda part, maybe_per_item: self._rows(self._alone(part, maybe_per_item), len(part)),
             dtypes=self.dtypes(),
             pads=self.known.settings.miss_batch == "pad",
         )
@@ -424,16 +424,16 @@ class Computation:
         """How items depend on their batch, which is computed again with parts of it; None if they do not."""
         every = range(self.call.batch_size)
         try:
-            return self._difference(self._rows(self._alone(every, aligned=False), len(every)))
+            return self._difference(self._rows(self._alone(every, maybe_per_item=False), len(every)))
         except Exception:  # it cannot be stored, or cannot run once more
             return None
 
-    def _alone(self, part: Sequence[int], aligned: bool) -> Any:
+    def _alone(self, part: Sequence[int], maybe_per_item: bool) -> Any:
         """The output of some items, computed by themselves; undoes side effects."""
         undo = self._undo(RandomState(self.keeper.generators))
         try:
             positions = torch.tensor(part, dtype=torch.int64, device="cpu")
-            args = self.call.take(positions, aligned=aligned)
+            args = self.call.take(positions, maybe_per_item=maybe_per_item)
             return computed_again(self.forward, *args)
         finally:
             undo(all_of_it=threading.active_count() == 1)  # other threads may have changed the rest meanwhile
@@ -476,7 +476,7 @@ class Computation:
             output = mapped(_copied, output, objects=True)
             part = positions[:1].tolist() * (1 if count > 1 else 2)
             with contextlib.suppress(Exception):  # then such lists are not stored
-                lists.settle(unsettled, self._alone(part, bool(self.call.aligned)), len(part))
+                lists.settle(unsettled, self._alone(part, bool(self.call.maybe_per_item)), len(part))
         return output
 
     def _shapes_of_items(self, output: Any, count: int) -> Shapes | None:

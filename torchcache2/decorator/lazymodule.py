@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from torchcache2.core.errors import DeviceError, OptionError
-from torchcache2.core.logs import ToldOnce, listed, logger, shown
+from torchcache2.core.logs import WarnOnce, listed, logger, shown
 from torchcache2.core.private import COMPILER_ERRORS
 from torchcache2.core.process import ProcessLock
 from torchcache2.core.settings import CacheSettings
@@ -39,7 +39,7 @@ from torchcache2.identity.encoding import digest
 from torchcache2.identity.libraries import ShardedError, weights_of
 from torchcache2.identity.marks import LAZY_ATTRIBUTE
 from torchcache2.identity.names import names_of, resolved
-from torchcache2.identity.namespace import NamespaceKeeper, Seen, namespace_of
+from torchcache2.identity.namespace import NamespaceKeeper, Snapshot, namespace_of
 from torchcache2.identity.walk import Lazy
 
 _WHY: ContextVar[str] = ContextVar("torchcache2_why", default="it is called without the cache")
@@ -51,7 +51,7 @@ def lazies_of(keeper: NamespaceKeeper, call: BoundCall) -> list[Lazy]:
     return [*keeper.lazies, *[lazy for one in call.objects for lazy in one.keeper.lazies]]
 
 
-def devices_apart(call: BoundCall, root: Any, seen: Seen) -> tuple[str, str] | None:
+def devices_apart(call: BoundCall, root: Any, seen: Snapshot) -> tuple[str, str] | None:
     """The devices of the batch and of the weights, if they have none in common."""
     weights = list(weights_of(root)) or seen.tensors.tensors  # a `LazyModule` itself has none
     here, there = {tensor.device for _, tensor in call.leaves}, {tensor.device for tensor in weights}
@@ -61,7 +61,9 @@ def devices_apart(call: BoundCall, root: Any, seen: Seen) -> tuple[str, str] | N
 
 
 @contextlib.contextmanager
-def with_device_hint(name: str, call: BoundCall, root: Any, seen: Seen, positions: Tensor) -> Iterator[None]:
+def with_device_hint(
+    name: str, call: BoundCall, root: Any, seen: Snapshot, positions: Tensor
+) -> Iterator[None]:
     """Encloses the forward of some items: explains torch's error if the weights are on another device.
 
     The forward runs as usual: it may move its weights or inputs itself. Modules loaded meanwhile log this as
@@ -243,7 +245,7 @@ class _Lazy:
         self._mode = b""
         self._read: tuple[_Status, bytes] | None = None  # status of files, and digest of their content
         self._expected: dict[bytes, bytes] = {}
-        self._told = ToldOnce()
+        self._told = WarnOnce()
         self._has_imported = False
 
     def places(self) -> dict[str, int]:

@@ -211,7 +211,7 @@ def _spread(call: BoundCall) -> int:
     """
     if call.batch_size < 2:
         return 0
-    taken = call.taken | call.aligned_ids
+    taken = call.taken | call.maybe_per_item_ids
     with contextlib.suppress(Exception):  # such as of an entry whose length is an error
         for value in (*call.args, *call.kwargs.values()) if taken else ():
             is_uniform = isinstance(value, np.ndarray) and value.dtype.kind not in "OU"
@@ -337,7 +337,7 @@ class Difference(NamedTuple):
 class Probe:
     """Compares parts of a batch, computed by themselves, with the rows of the whole batch.
 
-    ``alone(part, aligned)`` computes the rows of the items at some positions, in this order; see
+    ``alone(part, maybe_per_item)`` computes the rows of the items at some positions, in this order; see
     `BoundCall.take`. The forward computes in `dtypes`. With `pads`, batches are padded to few sizes.
     """
 
@@ -358,16 +358,16 @@ class Probe:
 
     def dependence(self) -> Difference | None:
         """How items depend on their batch; None if no dependence was found."""
-        aligned = bool(self._call.aligned)
+        maybe_per_item = bool(self._call.maybe_per_item)
         found = self._repetition()
         for part in _parts(self._keys) if found is None else ():
-            found = self._difference(part, aligned)
-            if found is not None and aligned:
+            found = self._difference(part, maybe_per_item)
+            if found is not None and maybe_per_item:
                 # An argument as long as the batch may have one entry per item, or belong to the whole batch.
                 found = self._difference(part, False)
             if found is not None and found.cause == "raises":
                 # The forward may need its items in the caller's order, such as longest first.
-                found = self._difference(sorted(part), aligned)
+                found = self._difference(sorted(part), maybe_per_item)
             if found is not None or not self.is_conclusive:
                 break
         if found is not None and found.cause in ("", "repeat") and self._is_random():
@@ -379,7 +379,7 @@ class Probe:
     def _is_random(self) -> bool:
         """Whether one item, computed twice by itself, has two outputs."""
         try:
-            first, second = (self._alone((0,), bool(self._call.aligned)) for _ in range(2))
+            first, second = (self._alone((0,), bool(self._call.maybe_per_item)) for _ in range(2))
         except Exception:
             return False
         return first.schema != second.schema or self._worst(first, second, (0,), 0.5) is not None
@@ -396,14 +396,14 @@ class Probe:
             None if text is None else Difference(f"{text} from that of an equal item of its batch", "repeat")
         )
 
-    def _difference(self, part: Sequence[int], aligned: bool) -> Difference | None:
+    def _difference(self, part: Sequence[int], maybe_per_item: bool) -> Difference | None:
         """How the output of some items differs when computed by themselves; None if it does not."""
         count = len(part)
         if self._pads:
             size = min(1 << (count - 1).bit_length(), len(self._keys))
             part = [*part, *[part[-1]] * (size - count)]
         try:
-            return self._compared(self._alone(part, aligned), part)
+            return self._compared(self._alone(part, maybe_per_item), part)
         except (UnstorableError, OutputError) as error:
             return Difference(str(error), "padding")
         except Exception as error:

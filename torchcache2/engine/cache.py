@@ -20,7 +20,7 @@ from torch import Tensor
 
 from torchcache2.core.errors import OptionError, OutputError
 from torchcache2.core.keys import Keys, Positions
-from torchcache2.core.logs import ToldOnce, logger, shown
+from torchcache2.core.logs import WarnOnce, logger, shown
 from torchcache2.core.rows import Parts, Rows
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import is_out_of_memory, size_text
@@ -93,7 +93,7 @@ class Cache:
         self.settings = settings if settings is not None else CacheSettings()
         self.tiers = tiers if tiers is not None else TierStack(self.settings)
         self.counters = Counters()
-        self.tell = ToldOnce()
+        self.tell = WarnOnce()
         self.name = repr(self)  # in messages
         self.is_closed = False
         self.face: Callable[[], Describer | None] = lambda: None  # describes namespaces better; weak

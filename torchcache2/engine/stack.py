@@ -170,7 +170,7 @@ class TierStack:
             if distinct is not None:
                 keys, rows = keys.take(distinct[0]), rows.take(torch.from_numpy(distinct[0]))
             for tier in tiers:
-                tier.offer(keys, rows)
+                tier.keep_if_room(keys, rows)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

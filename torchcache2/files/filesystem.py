@@ -224,7 +224,7 @@ class FileSystem:
         """Whether a copy elsewhere can replace a file that is damaged or missing."""
         return False
 
-    def doubt(self, path: str) -> bool:
+    def fetch_again(self, path: str) -> bool:
         """Discard a damaged file, to fetch it again; False if there is no copy, or this happened before."""
         return False
 

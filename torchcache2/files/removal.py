@@ -53,7 +53,7 @@ def deleting(directory: CacheDirectory) -> FileLock:
 
 
 @contextlib.contextmanager
-def claimed(directory: CacheDirectory, namespace: str) -> Iterator[bool]:
+def unused_now(directory: CacheDirectory, namespace: str) -> Iterator[bool]:
     """Yields whether no process uses a namespace; then none can begin to before the context ends.
 
     One without a ``fingerprint.json`` is used by none, but a process may make that file at any time.
@@ -76,7 +76,7 @@ def in_use(directory: CacheDirectory, namespace: str) -> bool | None:
     """Whether a living process uses a namespace; None without locks."""
     path = os.path.join(directory.path, namespace, FINGERPRINT)
     try:
-        with claimed(directory, namespace) as is_free:
+        with unused_now(directory, namespace) as is_free:
             if is_free:
                 return False
         return None if directory.fs.lock(open_to_lock(directory.fs, path), exclusive=True) is None else True
@@ -120,7 +120,7 @@ def keep_rows(directory: CacheDirectory, keys: Keys, codec: Codec, library: str)
     written anew first, by this version of the `library`. A file that cannot be read whole stays as it is.
     """
     folder, kept, count = directory.folder(keys.namespace), np.unique(keys.words[:, 0]), 0
-    with deleting(directory), claimed(directory, keys.namespace.hex()) as claim:
+    with deleting(directory), unused_now(directory, keys.namespace.hex()) as claim:
         contents = directory.contents(keys.namespace.hex())
         if claim is False or (claim is None and contents.others):
             return None
@@ -206,7 +206,7 @@ class Removal:
         directory, namespace = self._directory, contents.namespace
         try:
             remove_leftovers(directory, namespace)  # may include a second name of the file locked below
-            with claimed(directory, namespace) as is_free:
+            with unused_now(directory, namespace) as is_free:
                 if not is_free and not force:
                     return False
                 self.files(contents)
@@ -344,7 +344,7 @@ def _delete_mirrored(directory: CacheDirectory, removal: Removal, scanned: list[
             removal.file(contents, info)
     for contents in scanned:
         if removal.excess > 0 and contents.heads and not contents.segments:
-            with claimed(directory, contents.namespace) as is_free:
+            with unused_now(directory, contents.namespace) as is_free:
                 for info in contents.heads if is_free and contents.others else []:
                     removal.file(contents, info)
 

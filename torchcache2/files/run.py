@@ -5,9 +5,10 @@ processes share its pages through the system's cache, and each keeps in memory o
 block. docs/format.md specifies the file. All data of a run is also in the segments' heads: a lost or damaged
 run is made again.
 
-`write_runs` keeps few runs, and few segments outside them, in each namespace, like an LSM tree. When enough
-rows are in no run, they become one. Many runs of similar size are merged into one; so each key is written
-about twice, and a look-up searches few runs. The writer that seals segments does this. Nothing waits for it.
+`write_index_files` keeps few runs, and few segments outside them, in each namespace, like an LSM tree. When
+enough rows are in no run, they become one. Many runs of similar size are merged into one; so each key is
+written about twice, and a look-up searches few runs. The writer that seals segments does this. Nothing waits
+for it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torchcache2.files.filesystem import Descriptor, Descriptors, FileSystem, op
 from torchcache2.files.layout import RUN, SEGMENT, TEMPORARY
 from torchcache2.files.segment import Segment
 
-RUN_VERSION = 1
+INDEX_VERSION = 1
 _MAGIC = b"tc2 run\n"
 _ROWS = 127  # entries of a page
 ENTRY = np.dtype([("low", "<u8"), ("high", "<u8"), ("checksum", "<u8"), ("segment", "<u4"), ("row", "<u4")])
@@ -76,7 +77,7 @@ class Run:
         end = np.frombuffer(fs.read_bytes(file, size - _END.itemsize, _END.itemsize), _END)[0]
         if end["magic"] != _MAGIC.rstrip(b"\0"):
             raise DamagedError("not a run")
-        if end["version"] != RUN_VERSION:
+        if end["version"] != INDEX_VERSION:
             raise NewerFormatError(f"a run of version {end['version']}")
         self.namespace = bytes(end["namespace"])
         self._pages_per_block = per_block = int(end["pages_per_block"])
@@ -245,7 +246,9 @@ def by_key(entries: Array) -> Array:
     return ordered
 
 
-def write_run(fs: FileSystem, folder: str, namespace: bytes, parts: Sequence[Part], alive: set[str]) -> str:
+def write_index_file(
+    fs: FileSystem, folder: str, namespace: bytes, parts: Sequence[Part], alive: set[str]
+) -> str:
     """Write one run from other runs and heads; returns its path.
 
     Leaves out segments whose names are not in `alive`.
@@ -279,7 +282,7 @@ def write_run(fs: FileSystem, folder: str, namespace: bytes, parts: Sequence[Par
         table["rows"] = counts
         firsts = np.concatenate(first_keys)
         end = np.zeros(1, _END)
-        end["magic"], end["version"], end["pages_per_block"] = _MAGIC, RUN_VERSION, per_block
+        end["magic"], end["version"], end["pages_per_block"] = _MAGIC, INDEX_VERSION, per_block
         end["namespace"], end["blocks"], end["segments"] = np.void(namespace), len(firsts), len(table)
         tail = firsts.tobytes() + table.tobytes() + end.tobytes()[:-8]
         tail += xxh3_64_intdigest(tail).to_bytes(8, "little")
@@ -347,7 +350,7 @@ def is_due(segments: int, rows: int) -> bool:
     return rows >= _LEAST_ROWS or segments >= _MOST_SEGMENTS
 
 
-def write_runs(
+def write_index_files(
     directory: CacheDirectory, namespace: bytes, limit: int, has_room: Callable[[int], bool]
 ) -> bool:
     """Write runs of segments that are in none, and merge runs; returns whether anything changed.
@@ -434,7 +437,7 @@ class _Merger:
             return False
         parts = [Part(entries, table), *(Part(run, run.table) for run in merged)]
         try:
-            path = write_run(self._directory.fs, self._path, self._namespace, parts, self._alive)
+            path = write_index_file(self._directory.fs, self._path, self._namespace, parts, self._alive)
         except DamagedError:
             self._remove(merged)  # these are made again from the segments' heads
             return False

@@ -41,7 +41,7 @@ from torchcache2.core.values import has_attributes, leaves_of, mapped, opened_or
 from torchcache2.identity import encoding, sourcecode
 from torchcache2.identity.encoding import Encoder, UnencodableError, sized, text_bytes
 from torchcache2.identity.marks import cache_options
-from torchcache2.identity.namespace import NamespaceKeeper, Seen
+from torchcache2.identity.namespace import NamespaceKeeper, Snapshot
 from torchcache2.identity.walk import has_plain_state
 
 Digests = np.ndarray[Any, np.dtype[np.uint8]]
@@ -206,7 +206,7 @@ class ObjectSeen(NamedTuple):
 
     value: Any
     keeper: NamespaceKeeper
-    seen: Seen
+    seen: Snapshot
 
 
 class _ObjectKeepers:
@@ -512,11 +512,11 @@ class BoundCall:
     leaves: list[tuple[str, Tensor]]  # batched tensors with their paths
     entries: list[tuple[str, Digests]]  # digests of the entries of arguments with one entry per item
     # Other sequences as long as the batch, not known to have one entry per item.
-    aligned: list[tuple[str, Digests]]
-    context: bytes  # canonical bytes of the other arguments, `aligned` ones included
+    maybe_per_item: list[tuple[str, Digests]]
+    context: bytes  # canonical bytes of the other arguments, `maybe_per_item` ones included
     batch_size: int
     taken: set[int]  # ids of the sequences of `entries`
-    aligned_ids: set[int]  # ids of those of `aligned`
+    maybe_per_item_ids: set[int]  # ids of those of `maybe_per_item`
     shared: tuple[str, ...]  # parameters whose tensors belong to the whole batch
     shared_tensors: list[Tensor]  # tensors that belong to the whole batch, or are in entries
     objects: list[ObjectSeen]  # modules and other objects with state
@@ -561,14 +561,16 @@ class BoundCall:
         """Whether an argument other than a tensor may be changed in place."""
         return any(type(value) not in _UNCHANGING for value in (*self.args, *self.kwargs.values()))
 
-    def take(self, positions: Tensor, *, aligned: bool = False) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def take(
+        self, positions: Tensor, *, maybe_per_item: bool = False
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments for a call with the items at `positions` (int64, CPU) alone.
 
-        With `aligned`, arguments as long as the batch are split too, as if they had one entry per item.
+        With `maybe_per_item`, arguments as long as the batch are split too, as if each had an entry per item.
         """
         index = sent(positions, [tensor.device for _, tensor in self.leaves])
         picked = {id(t): select(t, index[t.device]) for _, t in self.leaves}
-        taken = self.taken | self.aligned_ids if aligned else self.taken
+        taken = self.taken | self.maybe_per_item_ids if maybe_per_item else self.taken
 
         def has_entries(value: Any) -> bool:
             return id(value) in taken
@@ -718,7 +720,7 @@ class Signature:
         if may_be_one and (call := self._bind_one(args, kwargs)) is not None:
             return call
         batch_size = encoder.batch_size()
-        aligned = [(path, value) for path, value in encoder.sequences if len(value) == batch_size > 0]
+        maybe_per_item = [(path, value) for path, value in encoder.sequences if len(value) == batch_size > 0]
         names = self._positional[: len(args)]
         names += (self._variadic or "",) * (len(args) - len(names))
         kinds = {tensor.device.type for _, tensor in encoder.leaves}
@@ -728,11 +730,14 @@ class Signature:
             names,
             encoder.leaves,
             encoder.entries,
-            [(path, _digests(value, path, ValueEncoder(self._content).encode)) for path, value in aligned],
+            [
+                (path, _digests(value, path, ValueEncoder(self._content).encode))
+                for path, value in maybe_per_item
+            ],
             b"".join(map(sized, [*parts, text_bytes(modes(kinds))])),
             batch_size,
             encoder.taken,
-            {id(value) for _, value in aligned},
+            {id(value) for _, value in maybe_per_item},
             self._shared,
             encoder.shared,
             encoder.objects,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from torchcache2.core.logs import ToldOnce, listed, logger, shown
+from torchcache2.core.logs import WarnOnce, listed, logger, shown
 from torchcache2.core.private import autocast_keeps_weights, children_of
 from torchcache2.core.process import ProcessLock
 from torchcache2.core.settings import CacheSettings
@@ -26,7 +26,7 @@ _MOST_REMEMBERED = 16
 _DEVICES = ("cpu", "cuda")
 
 
-class Seen(NamedTuple):
+class Snapshot(NamedTuple):
     """A namespace, and the state of the tensors when it was computed.
 
     With `has_old_casts`, the forward may compute with autocast's copies of earlier weights.
@@ -103,7 +103,7 @@ class NamespaceKeeper:
         self._lock = ProcessLock(threading.RLock)
         self._tokens: dict[int, tuple[object, bytes]] = {}
         self._texts = CompiledTexts()
-        self._told = ToldOnce()
+        self._told = WarnOnce()
         self._with_grad: dict[str, str] = {}
         self.reset()
 
@@ -139,15 +139,15 @@ class NamespaceKeeper:
             self._with_grad = {path: name}
         return None if path is None else self._with_grad[path]
 
-    def look(self, root: Any) -> Seen:
+    def look(self, root: Any) -> Snapshot:
         """The current namespace; for a sharded module, the last one before."""
         with self._lock():
             self._notice_structure(root)
             if self._facts.sharded is not None:
-                return Seen(self.fingerprint.namespace, self._tensors, self._tensors.generation)
+                return Snapshot(self.fingerprint.namespace, self._tensors, self._tensors.generation)
             return self.look_at_tensors()
 
-    def look_at_tensors(self) -> Seen:
+    def look_at_tensors(self) -> Snapshot:
         """The current namespace; call `facts` first, which checks everything else."""
         with self._lock():
             if not (self._is_known and self._tensors.same()):
@@ -158,14 +158,14 @@ class NamespaceKeeper:
             self._has_old_casts = self._has_old_casts and autocast_keeps_weights(_DEVICES)
             tensors = self._tensors
             namespace, generation = self.fingerprint.namespace, tensors.generation
-            return Seen(namespace, tensors, generation, self._has_old_casts)
+            return Snapshot(namespace, tensors, generation, self._has_old_casts)
 
     def holds(self) -> bool:
         """Whether the bytes of tensors that arrived since the last check show no edit."""
         with self._lock():
             return self._tensors.holds()
 
-    def changed_since(self, seen: Seen, root: Any) -> str | None:
+    def changed_since(self, seen: Snapshot, root: Any) -> str | None:
         """What has changed since the module was read, by path; None if nothing has."""
         with self._lock():
             before, guard, module = self.fingerprint, self._guard, _owner(root)
@@ -191,7 +191,7 @@ class NamespaceKeeper:
                 found |= changes(earlier, before, {}, module)
             return _told(found or {"the module changed": ""})
 
-    def undo(self, seen: Seen, root: Any) -> Undo:
+    def undo(self, seen: Snapshot, root: Any) -> Undo:
         """What restores the state as it is now."""
         with self._lock():
             owners = list[Any](self._guard.modules) if self._guard else []

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from xxhash import xxh3_128_digest
 
 from torchcache2.core.keys import Array
-from torchcache2.core.logs import ToldOnce, logger
+from torchcache2.core.logs import WarnOnce, logger
 from torchcache2.core.memory import CUDA, Runtime, as_words, item_bytes
 
 _SHORTEST = 241  # bytes; shorter inputs have other formulas
@@ -56,7 +56,7 @@ class DeviceDigests:
 
     def __init__(self, runtime: Runtime = CUDA) -> None:
         self._runtime = runtime
-        self._told = ToldOnce()
+        self._told = WarnOnce()
         self._refused: set[torch.device] = set()
         self._right: set[tuple[torch.device, int]] = set()  # word widths checked against `xxhash`
         self._secrets: dict[torch.device, Tensor] = {}

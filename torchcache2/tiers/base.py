@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from torchcache2.core.keys import Flags, Keys, Positions
-from torchcache2.core.logs import ToldOnce
+from torchcache2.core.logs import WarnOnce
 from torchcache2.core.rows import Rows, Schema
 from torchcache2.files.directory import CacheDirectory
 
@@ -90,7 +90,7 @@ class Signals:
         none wait.
     ask : callable
         Asks the other processes for their unwritten rows, and waits until they are written.
-    tell : ToldOnce, optional
+    tell : WarnOnce, optional
         Warns of faults; default: each process warns.
     """
 
@@ -99,7 +99,7 @@ class Signals:
     asked: Callable[[], int] = int
     waits: Callable[[float], None] = lambda since: None
     ask: Callable[[], None] = lambda: None
-    tell: ToldOnce | None = None
+    tell: WarnOnce | None = None
 
 
 class Breaker:
@@ -197,7 +197,7 @@ class Tier(abc.ABC):
     def put(self, keys: Keys, rows: Rows) -> int:
         """Keep rows under distinct keys; returns how many were kept, which may be none."""
 
-    def offer(self, keys: Keys, rows: Rows) -> int:
+    def keep_if_room(self, keys: Keys, rows: Rows) -> int:
         """Keep rows as `put` does, but evict no row in use for them, since a slower tier has them too."""
         return self.put(keys, rows)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from torchcache2.core.errors import NewerFormatError, OptionError
-from torchcache2.core.logs import ToldOnce, logger
+from torchcache2.core.logs import WarnOnce, logger
 from torchcache2.core.process import has_peers, ranks_here, workers
 from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import size_text
@@ -44,7 +44,7 @@ def check_place(settings: CacheSettings) -> Opened | None:
     refuses the credentials. Returns the connections to a bucket that has answered; pass them to `make_tiers`
     or `make_levels`, whose tiers close them, or close them.
     """
-    quiet = ToldOnce(lambda kind: False)  # the tier warns if a server or bucket does not answer
+    quiet = WarnOnce(lambda kind: False)  # the tier warns if a server or bucket does not answer
     folder = str(settings.persistent_cache_dir) if settings.persistent_cache_dir is not None else None
     if settings.servers is not None:
         with contextlib.closing(Clients(settings.servers, quiet)) as clients:
@@ -62,7 +62,7 @@ def check_place(settings: CacheSettings) -> Opened | None:
         if objects is None or objects.cause is not None:
             return None
         stack.pop_all()
-        objects.tell = ToldOnce()
+        objects.tell = WarnOnce()
         return objects
 
 

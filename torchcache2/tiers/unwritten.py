@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchcache2.core.errors import UnserialisableError
 from torchcache2.core.keys import Array, Keys
-from torchcache2.core.logs import ToldOnce
+from torchcache2.core.logs import WarnOnce
 from torchcache2.core.memory import CUDA, Arriving, as_bytes
 from torchcache2.core.process import ProcessLock
 from torchcache2.core.rows import Rows, Schema
@@ -24,7 +24,7 @@ _MOST_SCHEMAS = 1000
 class Serialisable:
     """Warns once if outputs cannot be written; `message` has a placeholder for the reason."""
 
-    def __init__(self, tell: ToldOnce, message: str) -> None:
+    def __init__(self, tell: WarnOnce, message: str) -> None:
         self._tell = tell
         self._message = message
         self._known: dict[Schema, bool] = {}

@@ -201,7 +201,7 @@ class BucketFolder(FileSystem):
         """Forget this thread's fetched pieces."""
         self._batch.pieces = Pieces()
 
-    def doubt(self, path: str) -> bool:
+    def fetch_again(self, path: str) -> bool:
         """Discard a damaged segment, to fetch it again; False if that has happened before."""
         self.done()
         if not self.has_elsewhere(path):

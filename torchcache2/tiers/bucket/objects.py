@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from torchcache2.core.errors import AwayError, DamagedError, NewerFormatError, OptionError
-from torchcache2.core.logs import ToldOnce
+from torchcache2.core.logs import WarnOnce
 from torchcache2.core.places import Bucket
 from torchcache2.core.process import Forked, ProcessLock
 from torchcache2.files.directory import TAG, check_format, stated_format
@@ -45,7 +45,7 @@ class Objects:
     Parameters
     ----------
     bucket : Bucket
-    tell : ToldOnce, optional
+    tell : WarnOnce, optional
         Warns once for each kind of fault.
     patience : float
         Seconds that the bucket may take to answer, besides the transfer.
@@ -70,7 +70,7 @@ class Objects:
     def __init__(
         self,
         bucket: Bucket,
-        tell: ToldOnce | None = None,
+        tell: WarnOnce | None = None,
         *,
         patience: float = 10.0,
         tries: int = 3,
@@ -78,7 +78,7 @@ class Objects:
         pause: float = 2.0,
     ) -> None:
         self.bucket = bucket
-        self.tell = ToldOnce() if tell is None else tell
+        self.tell = WarnOnce() if tell is None else tell
         self.cause: Exception | None = None
         self.faults = self.corrupt = self.bytes_up = self.bytes_down = 0
         self._patience, self._tries, self._backoff = patience, tries, backoff

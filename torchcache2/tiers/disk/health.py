@@ -12,7 +12,7 @@ import errno
 import time
 
 from torchcache2.core.errors import DamagedError, NewerFormatError
-from torchcache2.core.logs import ToldOnce
+from torchcache2.core.logs import WarnOnce
 from torchcache2.core.sizes import size_text
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.filesystem import is_read_only
@@ -31,7 +31,7 @@ class Health(Breaker):
         Whether the directory can be read, and written, at all.
     faults, corrupt : int
         System calls that failed; damaged rows and files.
-    tell : ToldOnce
+    tell : WarnOnce
         Warns once of each kind of fault.
     serves_only : bool
         Whether the directory is read-only for us: change nothing there.
@@ -40,10 +40,10 @@ class Health(Breaker):
     """
 
     def __init__(
-        self, directory: CacheDirectory, tell: ToldOnce | None = None, *, serves_only: bool = False
+        self, directory: CacheDirectory, tell: WarnOnce | None = None, *, serves_only: bool = False
     ) -> None:
         super().__init__()
-        self.tell = ToldOnce() if tell is None else tell
+        self.tell = WarnOnce() if tell is None else tell
         self.reads, self.writes = True, not serves_only
         self.serves_only = serves_only
         self.faults = self.corrupt = 0

@@ -342,7 +342,7 @@ class NamespaceIndex:
                 self._changed = -1
                 self.look_again()
                 return None
-            if not is_second or fs.doubt(path):  # first read it once more; then fetch it again
+            if not is_second or fs.fetch_again(path):  # first read it once more; then fetch it again
                 return self._opened(name, is_second=True)
             self.unopened[name] = error.with_traceback(None)  # its frames would keep the file open
             self.names.add(name)

@@ -72,7 +72,7 @@ class Reader:
                 stays = self._health.serves_only or self._fs.has_elsewhere(segment.path)
                 for doubts in (False, True) if stays else (False,):
                     if doubts:
-                        self._fs.doubt(segment.path)
+                        self._fs.fetch_again(segment.path)
                     self._index.descriptors.forget(segment.path)
                     lost = _lost(where.numbers == number, positions, parts)
                     some, again = read_rows({number: segment}, where.at(lost), positions[lost])
@@ -83,7 +83,7 @@ class Reader:
                 if not again:
                     continue
                 if isinstance(error, DamagedError) and stays:
-                    self._fs.doubt(segment.path)
+                    self._fs.fetch_again(segment.path)
                     lost = _lost(where.numbers == number, positions, parts)
                     self._health.damaged(segment.path, error, len(lost))
                     with self._index.lock():

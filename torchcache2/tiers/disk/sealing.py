@@ -23,7 +23,7 @@ from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.filesystem import StrangeFileError, is_read_only, ulid
 from torchcache2.files.layout import HEAD, SEGMENT
 from torchcache2.files.removal import Removal, room_after, used_bytes
-from torchcache2.files.run import is_due, write_runs
+from torchcache2.files.run import is_due, write_index_files
 from torchcache2.files.segment import Encoded, Segment, encode, write
 from torchcache2.identity.marks import __version__
 from torchcache2.tiers.bucket.source import BucketSource
@@ -216,7 +216,7 @@ class Sealing:
         if self.is_last or not is_due(*index.beside_runs):
             return
         try:
-            if not write_runs(
+            if not write_index_files(
                 self._index.directory, index.namespace, self._index.limit, self._has_room_for_run
             ):
                 return

@@ -24,7 +24,7 @@ from torchcache2.core.settings import Policy
 from torchcache2.files import codec as codecs
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.filesystem import FileSystem
-from torchcache2.files.removal import claimed, remove_leftovers, used_bytes
+from torchcache2.files.removal import remove_leftovers, unused_now, used_bytes
 from torchcache2.tiers.base import Found, Signals, Tier, TierStats
 from torchcache2.tiers.bucket.source import BucketSource
 from torchcache2.tiers.disk.health import Health
@@ -210,7 +210,7 @@ class DiskTier(Tier):
             self._index.begin()
             self._index.start_anew(namespace)  # which no longer holds it
         try:
-            with claimed(self.directory, namespace.hex()) as is_unused:
+            with unused_now(self.directory, namespace.hex()) as is_unused:
                 if is_unused is not False:
                     self.drop(namespace)
                     return

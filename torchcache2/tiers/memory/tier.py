@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from torchcache2.core.keys import Flags, Keys, Positions
-from torchcache2.core.logs import ToldOnce
+from torchcache2.core.logs import WarnOnce
 from torchcache2.core.memory import CUDA, Arriving, Runtime, with_ordinary_tensors
 from torchcache2.core.process import ProcessLock
 from torchcache2.core.rows import Rows
@@ -79,7 +79,7 @@ class MemoryTier(Tier):
         self._clock = 0
         self._closed = False
         self._dropped: deque[bytes] = deque()
-        self._told = ToldOnce()
+        self._told = WarnOnce()
         self._arenas = ArenaTable(budget, policy, in_use, runtime)
 
     @with_ordinary_tensors
@@ -117,7 +117,7 @@ class MemoryTier(Tier):
         """
         return self._tried("written", lambda: self._keep(keys, rows, evicts), keys) or 0
 
-    def offer(self, keys: Keys, rows: Rows) -> int:
+    def keep_if_room(self, keys: Keys, rows: Rows) -> int:
         """Keep rows that a slower tier has too, without evicting rows in use."""
         return self.put(keys, rows, evicts=False)
 

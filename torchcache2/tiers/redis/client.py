@@ -20,7 +20,7 @@ import xxhash
 
 from torchcache2.core.errors import OptionError
 from torchcache2.core.keys import Flags, Positions, Words
-from torchcache2.core.logs import ToldOnce
+from torchcache2.core.logs import WarnOnce
 from torchcache2.core.places import Secrets, Server, Servers, require_redis
 from torchcache2.tiers.base import Breaker
 
@@ -213,7 +213,7 @@ class Clients:
     ----------
     servers : Servers
         They may be nodes of a Redis Cluster, which then decides which node serves a name.
-    tell : ToldOnce, optional
+    tell : WarnOnce, optional
         Warns once for each kind of fault and server.
     connect_timeout, read_timeout : float
         Seconds that a server may take to accept a connection, and to answer.
@@ -229,14 +229,14 @@ class Clients:
     def __init__(
         self,
         servers: Servers,
-        tell: ToldOnce | None = None,
+        tell: WarnOnce | None = None,
         *,
         connect_timeout: float = 1.0,
         read_timeout: float = 5.0,
         pause: float = 1.0,
     ) -> None:
         self.servers = servers
-        self.tell = ToldOnce() if tell is None else tell
+        self.tell = WarnOnce() if tell is None else tell
         self.faults = self.corrupt = 0
         options = [option for server in servers.servers for option in server.options]
         self._secrets = Secrets({str(value): "" for name, value in options if name in _SECRET and value})

@@ -28,7 +28,7 @@ import numpy as np
 
 from torchcache2.core.errors import UnserialisableError
 from torchcache2.core.keys import Flags, Keys, Positions
-from torchcache2.core.logs import ToldOnce
+from torchcache2.core.logs import WarnOnce
 from torchcache2.core.memory import CUDA, Runtime, SpareMemory, to_host, with_ordinary_tensors
 from torchcache2.core.process import ProcessLock
 from torchcache2.core.rows import Rows
@@ -156,7 +156,7 @@ class SharedTier(Tier):
         self._tables = Tables(self._job, in_use)
         self._asked: deque[tuple[Callable[[bytes], None], bytes]] = deque()
         self._unshared: set[bytes] = set()  # namespaces with rows that cannot be shared: none is claimed
-        self._told = ToldOnce()
+        self._told = WarnOnce()
         self._pins = False  # whether rows go to an accelerator: it copies faster from pinned memory
         self._is_off = False  # whether this process has stopped sharing, after a fault that would recur
         self._closed = False
