@@ -179,11 +179,11 @@ class BucketFolder(FileSystem):
             return self._fs.read(file.local, buffers, offset)
         if offset < file.start:
             return self._fs.read(self._fs.open(file.path + HEAD), buffers, offset)
-        if offset >= file.size:
+        end = min(file.size, offset + sum(map(len, buffers)))
+        if offset >= end:
             return 0
         name = self._name(file.path)
         if (piece := self._batch.pieces.at(name, offset)) is None:
-            end = min(file.size, offset + sum(map(len, buffers)))
             self._batch.pieces.wanted.append((name, offset, end))
             self._fetch()
             if not self.is_away(file) and file.local is not None:  # it has just come
