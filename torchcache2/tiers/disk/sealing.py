@@ -213,7 +213,9 @@ class Sealing:
 
     def _write_runs(self, index: NamespaceIndex) -> None:
         """Write runs if many rows are in none, unless the process is about to end."""
-        if self.is_last or not is_due(*index.beside_runs):
+        with self._index.lock():  # another thread may add files
+            beside = index.beside_runs
+        if self.is_last or not is_due(*beside):
             return
         try:
             if not write_index_files(
