@@ -133,6 +133,18 @@ def test_a_batch_waits_for_segments_that_come(place, make, local, large):
     assert down(tier) > before
 
 
+def test_what_a_killed_process_had_begun_is_brought_by_another(place, local):
+    """Even if it had taken all the room."""
+    budget = sum(file.stat().st_size for file in place[1]) + 10_000
+    tier = reader(place[0], local, budget=budget, uploads=False)
+    assert found(tier, names_of(9), WIDTH) == []  # the heads are here
+    for file in place[1]:
+        shutil.copy(file, local / FOLDER / f"{file.name}.tmp")
+    tier.bring(NAMESPACES[0])
+    wait_until(lambda: len(segments(local)) == SEGMENTS)
+    tier.close()
+
+
 def test_the_budget_holds_over_all_readers(place, make, local):
     budget = 2 * place[1][0].stat().st_size
     tiers = [make(budget, brings=True) for _ in range(6)]

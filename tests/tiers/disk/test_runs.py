@@ -20,10 +20,12 @@ from tests.helpers.storage import (
     size_of,
     warnings_of,
 )
+from torchcache2.core.process import holds
 from torchcache2.files import run as merging
 from torchcache2.files.directory import RUNS
 from torchcache2.files.filesystem import Descriptors, FileSystem
 from torchcache2.files.run import Run, kept_runs
+from torchcache2.tiers.disk.index import NamespaceIndex
 
 ROWS = 8  # of a segment
 
@@ -195,6 +197,16 @@ def test_runs_count_and_go_with_their_namespace(make, path):
     assert runs(path)
     tier.drop(NAMESPACES[0])
     assert runs(path) == [] and found(tier, names) == []
+
+
+def test_files_are_counted_while_no_thread_can_add_some(make, path, monkeypatch):
+    tier, held, counted = make(), [], NamespaceIndex.beside_runs
+    lock = tier._index.lock()
+    monkeypatch.setattr(
+        NamespaceIndex, "beside_runs", property(lambda s: held.append(holds(lock)) or counted.fget(s))
+    )
+    fill(tier, 2)
+    assert held == [True, True]
 
 
 def test_who_cannot_write_runs_goes_on_without(make, path):

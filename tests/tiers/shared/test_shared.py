@@ -520,6 +520,11 @@ def test_a_small_budget_keeps_some_small_rows_and_those_that_came_first(join, bu
     assert tier.stats().faults == other.stats().faults == 0 and len(warnings_of(log)) == 1
 
 
+def test_a_budget_of_terabytes_keeps_single_rows(join):
+    tiers = [join(2 * 10**12) for _ in range(2)]
+    assert put(tiers[0], range(3)) == 3 and found(tiers[1], range(3)) == [0, 1, 2]
+
+
 def test_a_budget_of_nothing_keeps_nothing(join):
     tier = join(0)
     assert put(tier, range(10)) == 0 and found(tier, range(10)) == []

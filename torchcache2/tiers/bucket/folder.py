@@ -26,7 +26,7 @@ from torchcache2.core.process import ranks_here
 from torchcache2.files.directory import ASKED, HEAD_NAME, SEGMENT_NAME, CacheDirectory
 from torchcache2.files.filesystem import Descriptor, FileInfo, FileSystem, is_read_only
 from torchcache2.files.layout import HEAD, SEGMENT, TEMPORARY, checked, read_size, stated
-from torchcache2.files.removal import deleting, used_bytes
+from torchcache2.files.removal import deleting, remove_leftovers, used_bytes
 from torchcache2.tiers.bucket.objects import Objects, Pieces, Range, cut, merged
 
 _GAP = 16 << 10  # unneeded bytes that cost less than another request
@@ -273,6 +273,12 @@ class BucketFolder(FileSystem):
             paths = [os.path.join(folder, name.removesuffix(HEAD)) for name in names]
             if asked > sum(self.sizes_of(path)[1] for path in paths):
                 self.want(folder)
+
+    def clear_up(self, namespace: str) -> None:
+        """Delete what killed processes had begun: it takes room, and who waits for it waits in vain."""
+        none = contextlib.suppress(OSError, NotImplementedError)
+        with none, deleting(self._directory).acquire(timeout=0):  # else a file might not be locked yet
+            remove_leftovers(self._directory, namespace)
 
     def bring(self, names: Sequence[str], stops: Callable[[], bool] = lambda: False) -> bool:
         """Fetch whole segments into the folder, as far as there is room; whether one came."""

@@ -373,6 +373,8 @@ class Mirror:
             here |= {info.name.removesuffix(CORRUPT) for info in one.corrupt}
             self._been_here.update(f"{one.namespace}/{name}" for name in here)
             if one.asked and one.namespace in self._folder.used:
+                if one.temporary:
+                    self._folder.clear_up(one.namespace)
                 names += [f"{one.namespace}/{info.name.removesuffix(HEAD)}" for info in one.heads]
         size, some = 0, list[str]()
         for name in names:

@@ -125,7 +125,7 @@ class NamespaceIndex:
 
     @property
     def beside_runs(self) -> tuple[int, int]:
-        """How many segments are in no run, and how many rows are in memory."""
+        """How many segments are in no run, and how many rows are in memory; with the lock held."""
         return sum(file.entry is None for file in self._files.values()), len(self.table)
 
     # Holding the namespace, so that no process deletes it.

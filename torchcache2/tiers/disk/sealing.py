@@ -213,7 +213,7 @@ class Sealing:
 
     def _write_runs(self, index: NamespaceIndex) -> None:
         """Write runs if many rows are in none, unless the process is about to end."""
-        with self._index.lock():
+        with self._index.lock():  # another thread may add files
             beside = index.beside_runs
         if self.is_last or not is_due(*beside):
             return

@@ -59,7 +59,7 @@ _MOST_SPANS = 4096  # chunks
 _POPULATED = 256 << 10  # bytes; fewer are not populated
 _MANY = 16  # least rows of a chunk
 _UNIT = 8  # bytes that the columns of single rows are aligned to
-_SINGLE, _NUMBER_AT, _PLACE = 1 << 62, 40, (1 << 40) - 1  # a single's location: schema, place in units
+_SINGLE, _NUMBER_AT, _PLACE = 1 << 62, 40, (1 << 40) - 1  # a single's location: schema, units from data
 _MOST_SCHEMAS = 1 << 22
 
 
@@ -274,7 +274,7 @@ class Chunks:
         if begin is None:
             return None
         self._schemas[number, _TOTAL] += 1
-        return _SINGLE | number << _NUMBER_AT | begin // _UNIT
+        return _SINGLE | number << _NUMBER_AT | (begin - self._space.data) // _UNIT
 
     def _add_chunk(self, number: int, schema: Schema, count: int, rows: int) -> Positions:
         """Locations in a new chunk, whose rest is for later rows; under the lock."""
@@ -298,7 +298,7 @@ class Chunks:
     def _add(self, schema: Schema, rows: int) -> int | None:
         """Where room for rows begins that nobody else gets; under the lock. None if there is none."""
         begin, end, size = self._extent(schema, rows)
-        most = min(self._space.region.size, _PLACE * _UNIT)
+        most = min(self._space.region.size, self._space.data + _PLACE * _UNIT)
         if end > most or not self._space.board.charge(self._space.file, size):
             return None
         self._head[_DATA_END] = end
@@ -385,7 +385,8 @@ class Chunks:
         if chunks.max(initial=0) < len(self._kinds):
             return self._offsets.take(chunks), self._kinds.take(chunks), rows
         self._see_chunks()
-        begins, kinds = (locations & _PLACE) * _UNIT, (locations ^ _SINGLE) >> _NUMBER_AT << 32 | 1
+        begins = self._space.data + (locations & _PLACE) * _UNIT
+        kinds = (locations ^ _SINGLE) >> _NUMBER_AT << 32 | 1
         others = locations < _SINGLE
         rows[~others] = 0
         chunks = chunks[others]
