@@ -35,6 +35,28 @@ NET = nn.Linear(3, 4).eval().requires_grad_(False)
 NET.load_state_dict({"weight": torch.arange(12.0).view(4, 3), "bias": torch.zeros(4)})
 
 
+class Unsized:
+    """A sampler without a length."""
+
+    def __init__(self, sampler):
+        self.sampler = sampler
+        self.generator = sampler.generator
+
+    def __iter__(self):
+        return iter(self.sampler)
+
+
+class Drawn:
+    """Batches that are drawn as an epoch begins."""
+
+    def __init__(self, size, generator):
+        self.size, self.generator = size, generator
+
+    def __iter__(self):
+        order = torch.randperm(COUNT, generator=self.generator).tolist()
+        return iter([order[i : i + self.size] for i in range(0, COUNT, self.size)])
+
+
 class Samples(Dataset):
     """Samples of some structure."""
 
@@ -108,6 +130,11 @@ ORDERS = {
     },
     "batches": lambda size, last, generator: {
         "batch_sampler": BatchSampler(SequentialSampler(range(COUNT)), size, last)
+    },
+    "eager": lambda size, last, generator: {"batch_sampler": Drawn(size, generator)},
+    "unsized": lambda size, last, generator: {
+        "batch_size": size,
+        "sampler": Unsized(RandomSampler(range(COUNT), generator=generator)),
     },
 }
 

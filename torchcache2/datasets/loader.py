@@ -213,7 +213,9 @@ class Loader:
         is_cuda = self.device is not None and self.device.type == "cuda"
         self.pin_memory = (is_cuda if pin_memory is None else pin_memory) and torch.cuda.is_available()
         self.epoch = self._done = 0
-        self._random: list[Tensor] = []  # the states of the generators as the epoch began
+        # The states of the generators as the epoch was asked for, and as its first batch was.
+        self._before: list[Tensor] = []
+        self._random: list[Tensor] = []
         self._resumes = False
         self._workers = workers
         self._stackings: dict[Schema, Callable[[Rows], Any]] = {}
@@ -266,12 +268,14 @@ class Loader:
         """Where the current epoch is, for `load_state_dict` of an equal loader, also in another process."""
         random = self._random if self._done else [one.get_state() for one in self._generators]
         epochs = [getattr(sampler, "epoch", self.epoch) for sampler in self._samplers]
-        return {"epoch": self.epoch, "batches": self._done, "random": random, "samplers": epochs}
+        before = self._before if self._done else random
+        found = {"epoch": self.epoch, "batches": self._done, "before": before, "random": random}
+        return found | {"samplers": epochs}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Have the next epoch begin after the batches that came before a `state_dict`."""
         self.epoch, self._done, self._random = state["epoch"], state["batches"], state["random"]
-        self._resumes = self._done > 0
+        self._before, self._resumes = state["before"], self._done > 0
         for sampler, epoch in zip(self._samplers, state["samplers"], strict=True):
             sampler.set_epoch(epoch)
         for generator, random in zip(self._generators[1:], self._random[1:], strict=True):
@@ -279,7 +283,13 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         ours, before = self._generators[0], self._generators[0].get_state()
-        drawn = map(list, iter(self._order.batch_sampler or ()))
+        if self._resumes:  # a sampler may draw now, or when its first batch is asked for
+            for generator, random in zip(self._generators, self._before, strict=True):
+                generator.set_state(random)
+        else:
+            self._before = [generator.get_state() for generator in self._generators]
+        batches: Any = self._order.batch_sampler
+        drawn = map(list, iter(batches))
         iter(self._seeding)
         if not self._resumes:
             self._done = 0

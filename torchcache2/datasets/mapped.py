@@ -118,7 +118,9 @@ class Map:
         self._sample_keys, self._seed = sample_keys, seed
         self._draws = False
         with contextlib.suppress(TypeError, ValueError):  # it has no signature
-            self._draws = "generators" in inspect.signature(function).parameters
+            is_module = isinstance(function, nn.Module)
+            called = function.forward if is_module else function
+            self._draws = "generators" in inspect.signature(called).parameters
         if self._draws:
             keeper.beside["seed"], keeper.texts["seed"] = digest([text_bytes(str(seed))]), str(seed)
         if collate is not None:
