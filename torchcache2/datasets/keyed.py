@@ -148,7 +148,7 @@ class CacheLoader(Keeper):
         # What a call itself has changed, such as a counter, or a file opened late, makes no other function.
         self._names = dict[bytes, bytes]()
 
-    def _read(self, function: Callable[..., Any]) -> tuple[bytes, list[str]]:
+    def _read(self, function: Any) -> tuple[bytes, list[str]]:
         """A function and all that it refers to, as it is now, as 16 bytes; and what cannot be read of it."""
         parts: list[Any] = [function]  # those of a lambda that is made anew for each call are the same
         if (code := getattr(function, "__code__", None)) is not None:

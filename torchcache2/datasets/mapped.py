@@ -122,8 +122,7 @@ class Map:
         self._sample_keys, self._seed = sample_keys, seed
         self._draws = False
         with contextlib.suppress(TypeError, ValueError):  # it has no signature
-            is_module = isinstance(function, nn.Module)
-            called = function.forward if is_module else function
+            called: Any = function.forward if isinstance(function, nn.Module) else function
             self._draws = "generators" in inspect.signature(called).parameters
         if self._draws:
             keeper.beside["seed"], keeper.texts["seed"] = digest([text_bytes(str(seed))]), str(seed)
