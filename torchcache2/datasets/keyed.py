@@ -28,7 +28,7 @@ from torchcache2.identity.sourcecode import cells_of
 _OF_LOADER = "the key of a CacheLoader is one int, str or bytes, or a tuple of them; get_many takes a list"
 _OF_SAMPLE = "the key of a sample of a CachedStream is one int, str or bytes, or a tuple of them"
 _OF_STREAM = ("name", "cache_dir", "transform", "batch_size")  # options that are arguments of a stream
-_MOST_FUNCTIONS = 64
+_MOST_FUNCTIONS, _MOST_NAMES = 64, 1024
 _NOT_HERE = ("keys", "map", "collate_fn", "views", "seed", "partial")  # only for samples with an index
 Key = Index | tuple["Key", ...]
 
@@ -244,6 +244,8 @@ class CacheLoader(Keeper):
         values = dict(zip(distinct, store.fetch(distinct, load), strict=True))
         if is_named and loaded and (after := self._read(function)[0]) != state:
             self._names[after] = self._names.pop(state, state)
+            for old in [*self._names][:-_MOST_NAMES]:  # left if several threads change one object
+                self._names.pop(old, None)
         if len(distinct) == len(wanted):
             return list(values.values())
         store.tally.add(memory_hits=len(wanted) - len(distinct))
