@@ -225,6 +225,44 @@ def test_a_loader_of_a_dataset_stands_for_its_prefix_and_version(path):
     assert found[0] == found[1] and len(set(found)) == 3
 
 
+class Scaled:
+    """Loads by its attributes, and counts how often, in several ways."""
+
+    def __init__(self):
+        self.scale, self.table, self.calls, self.asked, self.file = 2, [1], 0, [], None
+
+    def load(self, key):
+        self.calls += 1
+        self.asked.append(key)
+        self.file = self.file or open(os.devnull)  # noqa: SIM115
+        return key * self.scale * self.table[0] * FACTORS["global"]
+
+
+FACTORS = {"global": 1}
+
+
+@pytest.mark.parametrize("change", ["scale", "table", "global"])
+def test_a_function_without_a_prefix_is_known_as_it_is_now(change, path, monkeypatch):
+    monkeypatch.setitem(FACTORS, "global", 1)
+    for _ in range(2):  # again, in the same folder
+        one = Scaled()
+        with CacheLoader("local", cache_dir=path, memory_size="1MB") as loader:
+            assert [loader.get(key, one.load) for key in (3, 4, 3, 4)] == [6, 8, 6, 8]
+            assert one.calls == len(one.asked) == (2 if one.file else 0)
+        if one.file:
+            one.file.close()
+    with CacheLoader("local", cache_dir=path, memory_size="1MB") as loader:
+        assert loader.get(3, one.load) == 6
+        if change == "scale":
+            one.scale = 20
+        elif change == "table":
+            one.table[0] = 10
+        else:
+            monkeypatch.setitem(FACTORS, "global", 10)
+        assert loader.get(3, one.load) == loader.get(3, one.load) == 60 and one.calls == 1
+    one.file.close()
+
+
 def test_clear_forgets_this_prefix(options):
     load = Function()
     with CacheLoader(**options) as loader, CacheLoader(**options | {"key_prefix": "other"}) as other:

@@ -94,6 +94,21 @@ def sampled(batch, generators):
     return batch[0][:, None] + torch.stack(noise)
 
 
+class Sampled(torch.nn.Module):
+    """The same as a module."""
+
+    def forward(self, batch, generators):
+        return sampled(batch, generators)
+
+
+def test_a_module_may_take_generators_as_a_function_may():
+    samples = [(torch.tensor(float(i)),) for i in range(COUNT)]
+    made = [CachedDataset(samples, map=one) for one in (sampled, Sampled().eval())]
+    assert torch.equal(*[torch.cat([*data.loader(5)]) for data in made])
+    for data in made:
+        data.close()
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"keys": [f"key {i}" for i in range(COUNT)]}], ids=["indices", "keys"]
 )

@@ -13,19 +13,22 @@ from xxhash import xxh3_128_digest
 
 from torchcache2.core.errors import OptionError
 from torchcache2.core.logs import listed, shown
-from torchcache2.core.settings import Policy
+from torchcache2.core.settings import CacheSettings, Policy
 from torchcache2.core.sizes import Size
 from torchcache2.datasets.cached import CachedDataset
-from torchcache2.datasets.identity import Index, as_index, identify, keys_of
+from torchcache2.datasets.identity import Index, as_index, keys_of
+from torchcache2.datasets.mapped import watchable
 from torchcache2.datasets.options import CAPACITY, check, check_others
 from torchcache2.datasets.recipe import Keeper, Recipe
 from torchcache2.datasets.source import owned
 from torchcache2.identity.marks import ADDED_ATTRIBUTE, ORIGINAL_ATTRIBUTE
+from torchcache2.identity.namespace import NamespaceKeeper
+from torchcache2.identity.sourcecode import cells_of
 
 _OF_LOADER = "the key of a CacheLoader is one int, str or bytes, or a tuple of them; get_many takes a list"
 _OF_SAMPLE = "the key of a sample of a CachedStream is one int, str or bytes, or a tuple of them"
 _OF_STREAM = ("name", "cache_dir", "transform", "batch_size")  # options that are arguments of a stream
-_MOST_FUNCTIONS = 64
+_MOST_FUNCTIONS, _MOST_NAMES = 64, 1024
 _NOT_HERE = ("keys", "map", "collate_fn", "views", "seed", "partial")  # only for samples with an index
 Key = Index | tuple["Key", ...]
 
@@ -55,8 +58,8 @@ class CacheLoader(Keeper):
         `CachedDataset`.
     key_prefix : str
         A name for the keys, such as that of a data set: all loaders with one `key_prefix` share values, on a
-        server, in a folder, or among the ranks of a machine. Without one, the function stands for it, by its
-        code and what it closes over, read once in each process.
+        server, in a folder, or among the ranks of a machine. Without one, the function stands for it, with
+        all that it refers to, as for a cached function.
     writer_buffer_size : int
         How many values to gather before sending them to a server. They are sent after at most a second; the
         process that loaded them finds them meanwhile.
@@ -141,27 +144,35 @@ class CacheLoader(Keeper):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._functions = dict[tuple[int, ...], tuple[Any, bytes]]()
+        self._functions = dict[tuple[int, ...], tuple[Any, NamespaceKeeper]]()
+        # What a call itself has changed, such as a counter, or a file opened late, makes no other function.
+        self._names = dict[bytes, bytes]()
 
-    def _name(self, function: Callable[..., Any]) -> bytes:
-        """Stands for a function in keys: 16 bytes, of its code and what it closes over."""
+    def _read(self, function: Any) -> tuple[bytes, list[str]]:
+        """A function and all that it refers to, as it is now, as 16 bytes; and what cannot be read of it."""
         parts: list[Any] = [function]  # those of a lambda that is made anew for each call are the same
         if (code := getattr(function, "__code__", None)) is not None:
-            cells = [cell.cell_contents for cell in function.__closure__ or ()]
+            cells = [part for name, _, value in cells_of(function) for part in (name, value)]
             defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-            parts = [code, getattr(function, "__self__", None), *cells, *defaults]
-        known = self._functions.get(place := tuple(map(id, parts)))
-        if known is None:
-            identity = identify(function)
-            if identity.unread:
-                raise OptionError(
-                    f"{self!r} has no key_prefix, and load_fn has {listed(identity.unread)}, which cannot be "
-                    "read: pass key_prefix= to identify the values"
-                )
+            parts = [code, function.__globals__, getattr(function, "__self__", None), *cells, *defaults]
+        if (place := tuple(map(id, parts))) not in self._functions:
             if len(self._functions) >= _MOST_FUNCTIONS:
                 self._functions.clear()
-            known = self._functions[place] = parts, identity.namespace  # kept alive, as ids are reused
-        return known[1]
+            keeper = NamespaceKeeper(repr(self), CacheSettings())
+            self._functions[place] = parts, keeper  # kept alive, as ids are reused
+        _, keeper = self._functions[place]
+        namespace = keeper.look(watchable(function)).namespace
+        keeper.distrust_structure(large=False)
+        return namespace, keeper.unread
+
+    def _name(self, state: bytes, unread: list[str]) -> bytes:
+        """Stands for a function in keys, by what `_read` has found."""
+        if unread and state not in self._names:
+            raise OptionError(
+                f"{self!r} has no key_prefix, and load_fn has {listed(unread)}, which cannot be "
+                "read: pass key_prefix= to identify the values"
+            )
+        return self._names.get(state, state)
 
     def get(self, key: Key, load_fn: Callable[[Any], Any]) -> Any:
         """The value of a key; if there is none, calls ``load_fn(key)`` and keeps the result.
@@ -208,16 +219,19 @@ class CacheLoader(Keeper):
             raise TypeError(f"keys is of type {type(keys).__name__}: expected a list of keys; get takes one")
         store, given = self._store, list(keys)
         wanted = [_index(key, _OF_LOADER) for key in given]
-        if not self._has_prefix and store is not None:
-            wanted = [_index((self._name(function), index), _OF_LOADER) for index in wanted]
+        is_named = not self._has_prefix and store is not None
+        state, unread = self._read(function) if is_named else (b"", [])
+        if is_named:
+            name = self._name(state, unread)
+            wanted = [_index((name, index), _OF_LOADER) for index in wanted]
         pairs = zip(wanted, given, strict=True)
         key_of: dict[Index, Any] = {i: key if isinstance(key, tuple) else as_index(key) for i, key in pairs}
         distinct, loaded = list(key_of), dict[Index, Any]()
 
         def load(index: Index) -> Any:
             if load_many is None:
-                return function(key_of[index])
-            if index not in loaded:
+                loaded[index] = function(key_of[index])
+            elif index not in loaded:
                 is_here = store.levels.has(keys_of(store.levels.namespace, distinct)) if store else None
                 rest = distinct if is_here is None else itertools.compress(distinct, ~is_here)
                 missing = list(dict.fromkeys([index, *[one for one in rest if one not in loaded]]))
@@ -228,6 +242,10 @@ class CacheLoader(Keeper):
         if store is None or not wanted:
             return [load(index) for index in wanted]
         values = dict(zip(distinct, store.fetch(distinct, load), strict=True))
+        if is_named and loaded and (after := self._read(function)[0]) != state:
+            self._names[after] = self._names.pop(state, state)
+            for old in [*self._names][:-_MOST_NAMES]:  # left if several threads change one object
+                self._names.pop(old, None)
         if len(distinct) == len(wanted):
             return list(values.values())
         store.tally.add(memory_hits=len(wanted) - len(distinct))

@@ -14,7 +14,7 @@ import time
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -57,11 +57,15 @@ def _by_index(indices: Tensor) -> None:
     """The signature of what is cached."""
 
 
-def _closing_over(function: Callable[..., Any]) -> Callable[..., Any]:
+def watchable(function: Callable[..., Any]) -> types.FunctionType:
+    """A function that calls this one, unless it is one."""
+    if isinstance(function, types.FunctionType):
+        return function
+
     def embed(batch: Any) -> Any:
         return function(batch)
 
-    return embed
+    return cast(types.FunctionType, embed)
 
 
 class Map:
@@ -101,8 +105,8 @@ class Map:
         root: Any = function
         if isinstance(function, types.MethodType):
             self.method, root = function.__name__, function.__self__
-        elif not isinstance(function, (types.FunctionType, nn.Module)):
-            root = _closing_over(function)
+        elif not isinstance(function, nn.Module):
+            root = watchable(function)
         self.root = root
         self.owner = Owner(None)
         self.owner.root = weakref.ref(root)
@@ -118,8 +122,7 @@ class Map:
         self._sample_keys, self._seed = sample_keys, seed
         self._draws = False
         with contextlib.suppress(TypeError, ValueError):  # it has no signature
-            is_module = isinstance(function, nn.Module)
-            called = function.forward if is_module else function
+            called: Any = function.forward if isinstance(function, nn.Module) else function
             self._draws = "generators" in inspect.signature(called).parameters
         if self._draws:
             keeper.beside["seed"], keeper.texts["seed"] = digest([text_bytes(str(seed))]), str(seed)
@@ -130,9 +133,8 @@ class Map:
     def _of_collate(self, settings: CacheSettings) -> bytes:
         collate = self.collate
         assert collate is not None
-        root = collate if isinstance(collate, types.FunctionType) else _closing_over(collate)
         keeper = Owner(None).keeper(settings)
-        keeper.look(root)
+        keeper.look(watchable(collate))
         self.keeper.unread += keeper.unread
         return keeper.fingerprint.namespace
 
