@@ -155,15 +155,15 @@ def test_a_bucket_becomes_what_the_folder_is_and_another_folder_what_the_bucket_
 
 
 def test_the_tag_comes_first_and_a_fingerprint_last(slow, path):
-    with mirrored(slow, path) as (disk, mirror):
-        slow.gate.clear()
-        seal_some(disk, range(3))
-        slow.gate.set()
+    before = mirrored_disk(path)
+    seal_some(before, range(3))
+    before.close()
+    with mirrored(slow, path) as (_, mirror):
         mirror.flush()
         assert slow.written[0] == TAG and slow.written[-1] == f"{FOLDER}/{FINGERPRINT}"
         assert len(slow.written) == 5
     slow.written.clear()
-    with mirrored(slow, path) as (disk, mirror):
+    with mirrored(slow, path) as (_, mirror):
         mirror.flush()
         assert slow.written == []  # all is there
 

@@ -6,6 +6,7 @@ import stat
 import sys
 import tempfile
 import time
+import tracemalloc
 from types import SimpleNamespace
 
 import numpy as np
@@ -206,6 +207,21 @@ def test_an_index_takes_at_most_64_bytes_a_row(join):
         if start >= 20_000:
             most = max(most, tier.stats().bytes / tier.stats().rows)
     assert most <= 64 and tier.stats().rows == 60_000
+
+
+@pytest.mark.slow
+def test_a_larger_index_is_made_with_little_memory_besides(join):
+    tier, generator = join(), np.random.default_rng(0)
+    rows, keys = Rows.from_pytree(torch.zeros(10_000, 0), 10_000, device=CPU), keys_of([])
+    tracemalloc.start()
+    try:
+        for _ in range(70):  # the index grows at 327,680 and 655,360 rows
+            data = generator.integers(0, 256, (10_000, 16), dtype=np.uint8)
+            assert tier.put(type(keys)(keys.namespace, data), rows) == 10_000
+        assert tracemalloc.get_traced_memory()[1] < 20 << 20
+    finally:
+        tracemalloc.stop()
+    assert tier.has(type(keys)(keys.namespace, data)).all()
 
 
 def test_a_flipped_byte_is_a_miss_when_it_is_first_read(join, log):

@@ -376,9 +376,9 @@ class Mirror:
                 if one.temporary:
                     self._folder.clear_up(one.namespace)
                 names += [f"{one.namespace}/{info.name.removesuffix(HEAD)}" for info in one.heads]
-        size, some = 0, list[str]()
+        size, some, useless = 0, list[str](), self._been_here | self._folder.bad
         for name in names:
-            if size < _GROUP and name not in self._been_here | self._folder.bad:
+            if size < _GROUP and name not in useless:
                 with contextlib.suppress(OSError):
                     needed = self._folder.sizes_of(os.path.join(self._directory.path, name))[1]
                     if size + needed <= room:

@@ -47,6 +47,7 @@ from torchcache2.tiers.shared.region import PAGE, Region, pages
 _TABLE, _TAKEN = 0, 1  # words of the head: slots of the table, and ordinals in use
 _RANGES = {"keys": 16, "locations": 8, "sums": 8}  # bytes per ordinal
 _LEAST = PAGE // 8  # ordinals and slots at first; both fill whole pages
+_PART = 1 << 18  # slots that are placed at once, as each takes much more memory meanwhile
 Lock = Callable[[], AbstractContextManager[None]]
 
 
@@ -166,7 +167,8 @@ class SharedIndex:
             return
         new = KeyTable(space.region.array("<i8", start, slots), self._table.keys)
         new.slots.fill(0)  # a killed process may have left data there
-        new.place(old[old > 0] & 0xFFFFFFFF)
+        for part in np.split(old, range(_PART, len(old), _PART)):
+            new.place(part[part > 0] & 0xFFFFFFFF)
         self._head[_TABLE] = slots
         space.region.discard(space.start("slots") + old.nbytes, pages(old.nbytes))
         space.board.charge(space.file, -old.nbytes)
