@@ -120,10 +120,10 @@ def keep_rows(directory: CacheDirectory, keys: Keys, codec: Codec, library: str)
     written anew first, by this version of the `library`. A file that cannot be read whole stays as it is.
     """
     folder, kept, count = directory.folder(keys.namespace), np.unique(keys.words[:, 0]), 0
-    with deleting(directory), unused_now(directory, keys.namespace.hex()) as claim:
-        contents = directory.contents(keys.namespace.hex())
-        if claim is False or (claim is None and contents.others):
+    with deleting(directory), unused_now(directory, keys.namespace.hex()) as is_free:
+        if not is_free:
             return None
+        contents = directory.contents(keys.namespace.hex())
         removal = Removal(directory, math.inf)
         for info in [*contents.segments]:
             path = os.path.join(folder, info.name)
