@@ -171,7 +171,7 @@ url, local, budget, kills = sys.argv[1:]
 if kills == "True":
     begun = folder.BucketFolder._begun
     def begin(self, names):
-        if begun(self, names):
+        if kept := begun(self, names):  # which holds the lock of what it has begun
             print("begun", flush=True)
             sys.stdin.read()
     folder.BucketFolder._begun = begin
