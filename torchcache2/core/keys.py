@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.ma  # as the first `np.unique` does: a child forked meanwhile would wait for it for ever
+import numpy.ma  # now: the first `np.unique` imports it, and a child forked meanwhile would wait for ever
 
 # Types of numpy arrays. Comments give the shapes, as mypy does not check them.
 

@@ -145,7 +145,7 @@ class CacheLoader(Keeper):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._functions = dict[tuple[int, ...], tuple[Any, NamespaceKeeper]]()
-        # What a call itself has changed, such as a counter, or a file opened late, makes no other function.
+        # A function that its own calls change, as by a counter, or a file opened late, keeps its first name.
         self._names = dict[bytes, bytes]()
 
     def _read(self, function: Any) -> tuple[bytes, list[str]]:

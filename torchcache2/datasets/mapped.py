@@ -187,7 +187,7 @@ class Mapped(ModuleCache):
         self._plain = plain
         self.bind(made_of.root, plain, made_of.method)
         self.keeper.name = self.engine.name = made_of.title
-        # Under the modes of torch that the namespace covers.
+        # A call under other modes of torch than those in the namespace has other keys: see `_names`.
         self._usual = self._known.signature.bind((_ONE,), {}).context
 
     def __call__(self, indices: Sequence[int]) -> Any:

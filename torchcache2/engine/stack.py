@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, Protocol
 
@@ -204,17 +204,17 @@ class TierStack:
 
     def drop_ours(self, namespace: bytes) -> None:
         """Delete the rows of a namespace, but those on disk that others use."""
-        self._each(namespace, Tier.clear.__name__)
+        self._each(namespace, lambda tier: tier.clear(namespace))
 
     def drop(self, namespace: bytes) -> None:
         """Delete the rows of a namespace everywhere."""
-        self._each(namespace, Tier.drop.__name__)
+        self._each(namespace, lambda tier: tier.drop(namespace))
 
-    def _each(self, namespace: bytes, forgets: str) -> None:
+    def _each(self, namespace: bytes, forget: Callable[[Tier], None]) -> None:
         # The slowest tier first: rows that `get` read from it before are then either in a faster tier, which
         # comes next, or are no longer offered.
         for tier in reversed(self.tiers):
-            getattr(tier, forgets)(namespace)
+            forget(tier)
             if len(self._drops) >= _MOST_DROPS:
                 self._drops_forgotten = object()  # first, as `_last_drop` reads it last
                 self._drops = {}

@@ -130,7 +130,7 @@ def keep_rows(directory: CacheDirectory, keys: Keys, codec: Codec, library: str)
             try:
                 segment = Segment.open(directory.fs, Descriptors(directory.fs), path, limit=1 << 62)
                 assert segment.keys is not None
-                # One of the two words tells keys apart: if it ever does not, a row more is kept.
+                # Compared by half of the key: should two keys ever share it, a row more is kept.
                 is_kept = np.isin(segment.keys.view("<u8")[:, 0], kept)
                 if is_kept.all():
                     continue

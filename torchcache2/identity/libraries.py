@@ -179,7 +179,7 @@ def results_of(memo: Any, kept: dict[Any, Any], label_of: Callable[[Any], str | 
         found = [(key, next(each, None)) for key in each if id(key) in keys]
     results = []
     for key, value in found:
-        # A bare object is the mark before arguments by name.
+        # `functools` puts a bare object before the arguments by name.
         arguments = [one for one in (key if type(key) is tuple else (key,)) if type(one) is not object]
         texts = list(map(_text, arguments))
         labels = [text or label_of(one) for text, one in zip(texts, arguments, strict=True)]

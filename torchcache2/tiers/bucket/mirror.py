@@ -231,7 +231,7 @@ class Mirror:
         if file is not None:
             file.close()
 
-    # Up.
+    # Uploading what the bucket lacks.
 
     def _flush(self) -> set[str]:
         """Upload what is in the folder, or wait while another process does; what the bucket lacks still."""
@@ -363,7 +363,7 @@ class Mirror:
             self._flush_first()
             self.close()
 
-    # Down.
+    # Bringing segments to the folder.
 
     def _bring(self, contents: list[Contents]) -> bool:
         """Bring some segments of wanted namespaces that this process uses; whether some came."""
