@@ -53,7 +53,7 @@ class Slow(Objects):
         self.gate.set()
 
     def write_all(self, contents):
-        if isinstance(contents[0][1], str):  # segments
+        if contents and isinstance(contents[0][1], str):  # segments; none if another has uploaded them
             self.stopped.set()
             assert self.gate.wait(30)
         self.written += [name for name, _ in contents]
