@@ -22,7 +22,7 @@ from tests.benchmarks.report import at_most, duration
 from tests.benchmarks.timing import progress
 from torchcache2.core.keys import int_keys
 from torchcache2.core.rows import Rows
-from torchcache2.files import run as merging
+from torchcache2.files import indexfile as merging
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.filesystem import FileSystem, ulid
 from torchcache2.files.layout import SEGMENT, Layout
@@ -93,7 +93,7 @@ def measured(root, rows, *, runs):
     child = [sys.executable, "-m", "tests.benchmarks.index", directory.path, str(rows)]
     found = [json.loads(subprocess.run(child, check=True, capture_output=True).stdout) for _ in range(4)][1:]
     median = {name: statistics.median(one[name] for one in found) for name in found[0]}
-    count = len(directory.contents(NAMESPACE.hex()).runs)
+    count = len(directory.contents(NAMESPACE.hex()).index_files)
     shutil.rmtree(directory.path)
     return {**median, "rows": rows, "runs": count, "written": written / (32 * rows)}
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.helpers.nfs import Machine, Nfs
 from tests.helpers.storage import NAMESPACES, NEVER, fill, found, seal, segments
-from torchcache2.files import run as merging
+from torchcache2.files import indexfile as merging
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.filesystem import FileSystem, ulid, write_whole
 from torchcache2.files.removal import in_use, remove_namespace

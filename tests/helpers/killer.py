@@ -21,7 +21,7 @@ import torch
 
 from tests.helpers.nfs import HERE, Nfs
 from tests.helpers.storage import CPU, NEVER, found, key_of, put, segments, strange_files, value_of
-from torchcache2.files import run as merging
+from torchcache2.files import indexfile as merging
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.filesystem import Descriptors, FileSystem
 from torchcache2.files.removal import make_room

@@ -15,7 +15,7 @@ import torch
 
 from torchcache2.core.keys import Keys
 from torchcache2.core.rows import Rows
-from torchcache2.files.directory import FINGERPRINT, LOCK, MIRROR, RUNS, TAG
+from torchcache2.files.directory import FINGERPRINT, INDEX_FILES_LOCK, LOCK, MIRROR, TAG
 from torchcache2.files.filesystem import FileSystem
 from torchcache2.tiers.disk.tier import DiskTier
 
@@ -160,7 +160,7 @@ def strange_files(path):
     return sorted(
         name
         for name in snapshot(path)
-        if name not in (TAG, LOCK, MIRROR, RUNS)
+        if name not in (TAG, LOCK, MIRROR, INDEX_FILES_LOCK)
         and not name.endswith((f"/{FINGERPRINT}", ".safetensors", ".run"))
     )
 

@@ -176,11 +176,11 @@ def _verify(directory: _Dir = ".", form: _AsFormat = _Format.table) -> None:
                 found = report.trouble(error)
                 counts[found.state] += 1
                 note(one.namespace, found)
-            for info in (*one.segments, *one.runs):
-                name, is_run = f"{one.namespace}/{info.name}", info in one.runs
+            for info in (*one.segments, *one.index_files):
+                name, is_index_file = f"{one.namespace}/{info.name}", info in one.index_files
                 path = os.path.join(cache.path, name)
-                if is_run:
-                    found = report.verdict_of_run(cache.fs, path)
+                if is_index_file:
+                    found = report.verdict_of_index_file(cache.fs, path)
                 else:
                     found = report.verdict(cache.fs, path, one.namespace, limit)
                     advance(info.size)
@@ -188,7 +188,7 @@ def _verify(directory: _Dir = ".", form: _AsFormat = _Format.table) -> None:
                     rows += found.rows
                 else:
                     note(name, found)
-                counts[found.state] += not is_run or found.state not in ("good", "gone")
+                counts[found.state] += not is_index_file or found.state not in ("good", "gone")
     aside = sum(len(one.corrupt) for one in contents)
     if form is _Format.json:
         print_json({**counts, "rows": rows, "set_aside": aside, "files": bad})

@@ -21,8 +21,8 @@ from torchcache2.core.places import Bucket, is_url
 from torchcache2.core.sizes import free_memory
 from torchcache2.files.directory import TAG, CacheDirectory, Contents, is_ours
 from torchcache2.files.filesystem import Descriptors, FileSystem, made_at
+from torchcache2.files.indexfile import IndexFile
 from torchcache2.files.removal import in_use
-from torchcache2.files.run import Run
 from torchcache2.files.segment import Segment
 from torchcache2.tiers.bucket.files import BucketFiles
 from torchcache2.tiers.bucket.objects import Objects
@@ -68,10 +68,10 @@ def verdict(fs: FileSystem, path: str, namespace: str, limit: int) -> Verdict:
     return Verdict("good", count)
 
 
-def verdict_of_run(fs: FileSystem, path: str) -> Verdict:
+def verdict_of_index_file(fs: FileSystem, path: str) -> Verdict:
     """Read all of a run, and compare every checksum."""
     try:
-        Run(fs, Descriptors(fs), path).check()
+        IndexFile(fs, Descriptors(fs), path).check()
     except (OSError, UnreadableError, MemoryError) as error:
         return trouble(error)
     return Verdict("good")

@@ -42,7 +42,7 @@ class CacheStats:
         Rows on disk, in the bucket below, or waiting to be written, in the namespaces used so far by caches
         that share the budget; without those that wait because the disk is full or fails.
     disk_bytes : int
-        Bytes of the whole cache directory; 0 before the first rows are sealed there.
+        Bytes of the whole cache directory; 0 before the first rows are written there.
     disk_evictions : int
         Rows deleted from the directory to make room.
     remote_rows : int
@@ -112,7 +112,7 @@ class CacheStats:
     def _lines(self) -> list[tuple[str, str]]:
         """Names and texts of the lines; unused tiers have none."""
         bypasses = ", ".join(f"{reason} {count:,}" for reason, count in self.bypasses.items())
-        on_disk = f"{size_text(self.disk_bytes)} in the directory" if self.disk_bytes else "not sealed yet"
+        on_disk = f"{size_text(self.disk_bytes)} in the directory" if self.disk_bytes else "not written yet"
         evicted = f", {self.remote_evictions:,} evicted" if self.remote_evictions else ""
         waited = f"{self.waited:,} rows that other ranks computed; {self.taken_over:,} were taken over"
         remote = f"{self.remote_rows:,} rows, {size_text(self.remote_bytes)}{evicted}"

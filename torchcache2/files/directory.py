@@ -4,7 +4,7 @@
 
     <directory>/CACHEDIR.TAG                                  marks a cache, and states its format
     <directory>/.lock                                         locked by a process that deletes
-    <directory>/.runs                                         locked by a process that writes runs
+    <directory>/.runs                                         locked by a process that writes index files
     <directory>/.contents                                     see `FileDigests`
     <directory>/<32 hex>.note                                 see `Notes`
     <directory>/<namespace, 32 hex>/fingerprint.json          what the namespace stands for
@@ -45,7 +45,7 @@ from torchcache2.files.filesystem import (
     ulid,
     write_whole,
 )
-from torchcache2.files.layout import FORMAT_VERSION, HEAD, RUN, SEGMENT, TEMPORARY
+from torchcache2.files.layout import FORMAT_VERSION, HEAD, INDEX_FILE, SEGMENT, TEMPORARY
 
 _BEGAN = time.time()
 _MOST_COMPARED = 8  # namespaces of earlier runs
@@ -55,13 +55,13 @@ _OBJECTS = ("attribute ", "closure ", "default ", "global ", "value ")  # parts 
 TAG = "CACHEDIR.TAG"
 LOCK = ".lock"
 MIRROR = ".mirror"
-RUNS = ".runs"
+INDEX_FILES_LOCK = ".runs"
 ASKED = ".asked"
 CONTENTS = ".contents"
 FINGERPRINT = "fingerprint.json"
 CORRUPT = ".corrupt"
 NOTE = ".note"
-_NAMES = (TAG, LOCK, RUNS, MIRROR, ASKED, CONTENTS)
+_NAMES = (TAG, LOCK, INDEX_FILES_LOCK, MIRROR, ASKED, CONTENTS)
 TAG_TEXT = f"""Signature: 8a477f597d28d172789f06886806bc55
 # This folder is a cache of torchcache2, format {FORMAT_VERSION}. Deleting it loses nothing but time.
 # For cache directory tags, see https://bford.info/cachedir/
@@ -70,15 +70,15 @@ _IS_OURS = re.compile(rb"^# This folder is a cache of torchcache2, format (\d+)"
 _MOST_DIGITS = 9
 NAMESPACE_NAME = re.compile(r"[0-9a-f]{32}")
 SEGMENT_NAME = re.compile(r"[0-7][0-9A-HJKMNP-TV-Z]{25}" + re.escape(SEGMENT))
-RUN_NAME = re.compile(SEGMENT_NAME.pattern.removesuffix(re.escape(SEGMENT)) + re.escape(RUN))
+INDEX_FILE_NAME = re.compile(SEGMENT_NAME.pattern.removesuffix(re.escape(SEGMENT)) + re.escape(INDEX_FILE))
 HEAD_NAME = re.compile(SEGMENT_NAME.pattern + re.escape(HEAD))
 NOTE_NAME = re.compile(NAMESPACE_NAME.pattern + re.escape(NOTE))
 _WHOLE_TEXT = f"({re.escape(FINGERPRINT)}|{re.escape(TAG)}|{NOTE_NAME.pattern})"
 _TEMPORARY_TEXT = re.compile(_WHOLE_TEXT + r"\.[0-9A-Z]{26}")
-_DATA_TEXT = f"({SEGMENT_NAME.pattern}|{RUN_NAME.pattern})"
+_DATA_TEXT = f"({SEGMENT_NAME.pattern}|{INDEX_FILE_NAME.pattern})"
 _KINDS = {
     "segments": SEGMENT_NAME,
-    "runs": RUN_NAME,
+    "index_files": INDEX_FILE_NAME,
     "heads": HEAD_NAME,
     "asked": re.compile(re.escape(ASKED)),
     "others": re.compile(re.escape(FINGERPRINT)),
@@ -91,14 +91,14 @@ _KINDS = {
 class Contents:
     """The files of one namespace, which is 32 hexadecimal digits.
 
-    Besides segments: their `runs`; the `heads` of segments in a bucket; `asked`, a file that says that these
-    are to be brought; `corrupt` files; `temporary` ones being written; and `others`, which is
+    Besides segments: their `index_files`; the `heads` of segments in a bucket; `asked`, a file that says that
+    these are to be brought; `corrupt` files; `temporary` ones being written; and `others`, which is
     ``fingerprint.json``.
     """
 
     namespace: str
     segments: list[FileInfo]
-    runs: list[FileInfo]
+    index_files: list[FileInfo]
     heads: list[FileInfo]
     asked: list[FileInfo]
     corrupt: list[FileInfo]

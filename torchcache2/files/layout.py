@@ -28,7 +28,7 @@ from torchcache2.files.schema import schema_from_json, schema_to_json
 
 FORMAT_VERSION = 2
 SEGMENT = ".safetensors"
-RUN = ".run"
+INDEX_FILE = ".run"
 TEMPORARY = ".tmp"  # suffix of a segment being written
 HEAD = ".head"  # suffix of the head of a bucket's segment
 MOST_SCHEMA_BYTES = 2 << 20  # the header escapes it, and repeats the paths of leaves

@@ -141,7 +141,7 @@ def keep_rows(directory: CacheDirectory, keys: Keys, codec: Codec, library: str)
                 write(directory.fs, folder, ulid() + SEGMENT, encode(batches, codec, library=library))
             removal.file(contents, info)
             count += int((~is_kept).sum())
-        for info in contents.runs if count else ():  # they name files that are gone
+        for info in contents.index_files if count else ():  # they name files that are gone
             removal.file(contents, info)
         if removal.error is not None:
             raise removal.error
@@ -223,13 +223,13 @@ class Removal:
         return True
 
     def files(self, contents: Contents) -> None:
-        """Delete a namespace's segments, oldest first, then heads and runs."""
+        """Delete a namespace's segments, oldest first, then heads and index files."""
         segments = sorted(contents.segments, key=lambda info: (info.mtime, info.name))
         rest = (
             *contents.asked,
             *contents.corrupt,
             *contents.heads,
-            *contents.runs,
+            *contents.index_files,
         )
         for info in (*segments, *rest):
             self.file(contents, info)

@@ -448,7 +448,7 @@ class Segment:
     nbytes : int
         Bytes of the file.
     keys : ndarray of uint8, shape (n, 16), or None
-        The key of each row; None once the segment's owner has them in its index, or a run has them.
+        The key of each row; None once the segment's owner has them in its index, or an index file has them.
     checksums : ndarray of uint64, shape (n,), or None
         xxh3-64 of each row; None if the segment was opened without its index.
     """
@@ -501,19 +501,19 @@ class Segment:
         return cls(fs, descriptors, path, layout, len(head), index)
 
     @classmethod
-    def of_run(
+    def in_index_file(
         cls, fs: FileSystem, descriptors: Descriptors, path: str, head: int, digest: int, *, limit: int
     ) -> Segment:
-        """A segment whose rows a run has found: reads only its header.
+        """A segment whose rows an index file has found: reads only its header.
 
-        `DamagedError` unless the xxh3-64 of its first `head` bytes is `digest`, as when the run was made:
+        `DamagedError` unless the xxh3-64 of its first `head` bytes is `digest`, as in that file:
         these include the checksum of its index. For ragged rows, reads the index, too.
         """
         file = descriptors.get(path)
         size = fs.size(file)
         first = fs.read_bytes(file, 0, min(head, size))
         if xxh3_64_intdigest(first) != digest:
-            raise DamagedError("not the segment that the run was made of")
+            raise DamagedError("not the segment that the index file was made of")
         layout = parse(first[8:], size, limit)
         if layout.extents:
             return cls.open(fs, descriptors, path, limit=limit)

@@ -35,7 +35,7 @@ from torchcache2.files.filesystem import open_to_lock
 from torchcache2.tiers.bucket.folder import TRANSFER, BucketFolder
 from torchcache2.tiers.bucket.mirror import Mirror
 from torchcache2.tiers.bucket.objects import Objects
-from torchcache2.tiers.disk import sealing
+from torchcache2.tiers.disk import segmentwriter
 
 FOLDER = NAMESPACES[0].hex()
 WIDTH, ROWS = 1000, 10  # 40 kB a segment
@@ -199,7 +199,7 @@ def test_a_fingerprint_that_is_there_stays(slow, path):
 
 
 def test_uploaded_segments_make_room_and_others_never_do(slow, path, tmp_path, monkeypatch):
-    monkeypatch.setattr(sealing, "PAUSE", 0.005)
+    monkeypatch.setattr(segmentwriter, "PAUSE", 0.005)
     budget = 10 * SEGMENT  # or segments would be smaller
     with mirrored(slow, path, budget) as (disk, mirror):
         slow.gate.clear()
@@ -223,8 +223,8 @@ def test_uploaded_segments_make_room_and_others_never_do(slow, path, tmp_path, m
 
 
 def test_who_waits_for_room_gives_up_if_nobody_uploads(path, monkeypatch, log):
-    monkeypatch.setattr(sealing, "PAUSE", 0.005)
-    monkeypatch.setattr(sealing, "SILENCE", 0.1)
+    monkeypatch.setattr(segmentwriter, "PAUSE", 0.005)
+    monkeypatch.setattr(segmentwriter, "SILENCE", 0.1)
     disk = mirrored_disk(path, 10 * SEGMENT)
     for number in range(12):
         put_and_flush(disk, number)
@@ -234,8 +234,8 @@ def test_who_waits_for_room_gives_up_if_nobody_uploads(path, monkeypatch, log):
 
 
 def test_who_waits_for_room_goes_on_while_another_process_uploads(path, monkeypatch):
-    monkeypatch.setattr(sealing, "PAUSE", 0.005)
-    monkeypatch.setattr(sealing, "SILENCE", 0.05)
+    monkeypatch.setattr(segmentwriter, "PAUSE", 0.005)
+    monkeypatch.setattr(segmentwriter, "SILENCE", 0.05)
     disk = mirrored_disk(path, 10 * SEGMENT)
     (path / MIRROR).touch()
     lock = locked(path)

@@ -15,7 +15,7 @@ from tests.helpers.storage import NAMESPACES, found, keys_of, put, segments, siz
 from torchcache2.core.places import Bucket
 from torchcache2.tiers.bucket.mirror import Mirror
 from torchcache2.tiers.bucket.objects import Objects
-from torchcache2.tiers.disk import sealing
+from torchcache2.tiers.disk import segmentwriter
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +34,7 @@ fill_for_ever(*sys.argv[1:])
 
 def fill_for_ever(path, url, first):
     """Seal segments of rows that no other process has; print the number of each that is sealed."""
-    sealing.PAUSE = 0.002
+    segmentwriter.PAUSE = 0.002
     tier, mirror, _ = opened_stack(path, Bucket.of(url))
     for number in range(int(first), int(first) + 1000):
         names = [(number, row) for row in range(ROWS)]

@@ -30,7 +30,7 @@ from tests.helpers.storage import (
 )
 from tests.helpers.threads import run_at_once
 from torchcache2.core.rows import Rows
-from torchcache2.files import run as merging
+from torchcache2.files import indexfile as merging
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.layout import HEAD, read_head, write_head
 from torchcache2.tiers.base import Signals
@@ -241,7 +241,10 @@ def test_runs_of_the_local_folder_have_the_segments_of_the_bucket_too(place, mon
     for made in (tier, place.tier()):
         made.bucket.objects.reads.clear()
         assert found(made, names_of(*range(5)), WIDTH) == names_of(*range(5))
-        assert made._index.namespaces[NAMESPACES[0]].beside_runs == (2, 20)  # a run has the other three
+        assert made._index.namespaces[NAMESPACES[0]].beside_index_files == (
+            2,
+            20,
+        )  # others are in a file
     flip(own, 100)  # its header: the bucket does not have it
     flip(segments(place.remote)[1], -1)
     last = place.tier()

@@ -39,7 +39,7 @@ from tests.helpers.storage import (
 )
 from tests.tiers import machine
 from tests.tiers.machine import NAMES, SOME, WIDTHS, rows, width_of
-from torchcache2.files import run as merging
+from torchcache2.files import indexfile as merging
 from torchcache2.tiers.disk import index
 from torchcache2.tiers.disk.tier import DiskTier
 

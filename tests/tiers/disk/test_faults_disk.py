@@ -37,7 +37,7 @@ from tests.helpers.storage import (
 )
 from tests.helpers.threads import run_at_once
 from torchcache2.core import sizes
-from torchcache2.files import run as merging
+from torchcache2.files import indexfile as merging
 from torchcache2.files.directory import LOCK
 from torchcache2.files.filesystem import FileSystem
 from torchcache2.tiers.disk import index as located_module

@@ -1,6 +1,6 @@
 """`Mirror`: a thread that uploads what a bucket lacks of a local folder, and brings segments that are wanted.
 
-It uploads ``CACHEDIR.TAG`` first, then the segments sealed by any process, and the ``fingerprint.json`` of
+It uploads ``CACHEDIR.TAG`` first, then the segments written by any process, and the ``fingerprint.json`` of
 each namespace after them. Once the bucket has a segment, its head is written locally: now the local file may
 be deleted. A killed process leaves no head, so the next one uploads the segment again: the same bytes.
 One of the processes that share a folder uploads at a time: the one that has locked ``.mirror``.

@@ -2,7 +2,7 @@
 
 If rows are missing, the tier asks it to `look`: it fetches the heads of the bucket's segments into the
 folder. From then on the tier finds their rows like any others, and `BucketFolder` fetches what is read.
-`Mirror` uploads segments sealed in the folder.
+`Mirror` uploads segments written to the folder.
 
 Safe under threads, under fork, and for any number of processes with one local folder.
 """
@@ -196,7 +196,7 @@ class BucketSource:
     every : float
         Least seconds between listings of the bucket, when rows are missing.
     uploads : bool or None
-        Whether to upload segments sealed in the folder; None: also download nothing but what is read.
+        Whether to upload segments written to the folder; None: also download nothing but what is read.
     flush_first : callable, optional
         Seals unsealed rows; called when the process ends.
     temporary : bool

@@ -1,8 +1,8 @@
 """`NamespaceIndex`: the segment and row of each key of a namespace.
 
-Most rows of a large namespace are in *runs*, which are searched on disk. A table in memory has newer and
-unsealed rows. If several processes have computed an item, each of their segments has its row, and look-ups
-find any of these.
+Most rows of a large namespace are in *index files*, which are searched on disk. A table in memory has newer
+rows, written or not. If several processes have computed an item, each of their segments has its row, and
+look-ups find any of these.
 
 `TierIndex` has the indexes of the namespaces that a tier uses, under one lock.
 """
@@ -24,8 +24,8 @@ from torchcache2.core.keys import Array, Words
 from torchcache2.core.process import ProcessLock
 from torchcache2.files.directory import FINGERPRINT, CacheDirectory
 from torchcache2.files.filesystem import Descriptor, Descriptors, FileInfo
+from torchcache2.files.indexfile import IndexFile
 from torchcache2.files.layout import SEGMENT
-from torchcache2.files.run import Run
 from torchcache2.files.segment import Segment
 from torchcache2.tiers.disk.health import Health
 from torchcache2.tiers.index import KeyLocations
@@ -58,7 +58,7 @@ class RowLocations(NamedTuple):
 
 
 class _File(NamedTuple):
-    """A segment's file, and the entry of the run that has its rows; None: the table in memory has them."""
+    """A segment's file, and the index file's entry if that has its rows; None: the table has them."""
 
     name: str
     entry: Array | None
@@ -107,10 +107,10 @@ class NamespaceIndex:
         self._changed = -1
         self._files: dict[int, _File] = {}  # by number of the segment
         self._numbers: dict[str, int] = {}  # by name
-        self._runs: list[Run] = []  # the largest first
-        self._targets: list[Array] = []  # for each run, the numbers of its segments, then -1
+        self._index_files: list[IndexFile] = []  # the largest first
+        self._targets: list[Array] = []  # for each index file, the numbers of its segments, then -1
         self._seen_runs: frozenset[str] = frozenset()
-        self._doubted: set[str] = set()  # segments that contradict their run
+        self._doubted: set[str] = set()  # segments that contradict their index file
         self._lost = np.empty(0, np.int64)  # locations of damaged rows in segments that stay
 
     def __len__(self) -> int:
@@ -119,13 +119,13 @@ class NamespaceIndex:
     @property
     def nbytes(self) -> int:
         """Bytes of the index in memory."""
-        sealed = [one for one in self.segments.values() if isinstance(one, Segment)]
-        runs = sum(run.nbytes for run in self._runs)
-        return self.table.nbytes + runs + sum(one.index_bytes for one in sealed)
+        whole = [one for one in self.segments.values() if isinstance(one, Segment)]
+        index_files = sum(one.nbytes for one in self._index_files)
+        return self.table.nbytes + index_files + sum(one.index_bytes for one in whole)
 
     @property
-    def beside_runs(self) -> tuple[int, int]:
-        """How many segments are in no run, and how many rows are in memory; with the lock held."""
+    def beside_index_files(self) -> tuple[int, int]:
+        """How many segments are in no index file, and how many rows are in memory; with the lock held."""
         return sum(file.entry is None for file in self._files.values()), len(self.table)
 
     # Holding the namespace, so that no process deletes it.
@@ -172,13 +172,13 @@ class NamespaceIndex:
         locations = self.table.find(words)
         found = RowLocations(locations >> 32, locations & 0xFFFFFFFF, np.zeros(len(words), np.uint64))
         absent = np.flatnonzero(locations < 0)
-        for run, targets in list(zip(self._runs, self._targets, strict=True)):
+        for one, targets in list(zip(self._index_files, self._targets, strict=True)):
             if not len(absent):
                 break
             try:
-                positions, entries = run.find(words[absent])
+                positions, entries = one.find(words[absent])
             except (OSError, DamagedError) as error:
-                self._lose_run(run, error)
+                self._lose(one, error)
                 continue
             numbers = targets[np.minimum(entries["segment"], len(targets) - 1)]
             alive = numbers >= 0
@@ -195,7 +195,7 @@ class NamespaceIndex:
         found = {}
         for number in numbers:
             segment = self.segments.get(number)
-            if segment is None and number in self._files:  # only a run has opened it
+            if segment is None and number in self._files:  # only an index file has opened it
                 segment = self._opened(*self._files[number])
                 if segment is None:
                     self.remove([number])
@@ -205,11 +205,11 @@ class NamespaceIndex:
                 found[number] = segment
         return found
 
-    def _lose_run(self, run: Run, error: Exception) -> None:
-        """Forget a run that cannot be read. The next `look` opens its segments."""
-        if not isinstance(error, FileNotFoundError):  # else it was merged into another run
-            self.names.add(os.path.basename(run.path))  # it stays there if it cannot be renamed
-            self._on_fault(error, run.path)
+    def _lose(self, one: IndexFile, error: Exception) -> None:
+        """Forget an index file that cannot be read. The next `look` opens its segments."""
+        if not isinstance(error, FileNotFoundError):  # else it was merged into another index file
+            self.names.add(os.path.basename(one.path))  # it stays there if it cannot be renamed
+            self._on_fault(error, one.path)
         self._start_anew()
 
     # Reading the folder.
@@ -244,14 +244,14 @@ class NamespaceIndex:
         self.remove_files(missing)
         self.unopened = {name: error for name, error in self.unopened.items() if name in names}
         before = len(self._numbers)
-        changes = self._look_at_runs(contents.runs, names)
+        changes = self._look_at_index_files(contents.index_files, names)
         self._open_new(sorted(names))
         if names:
             self.hold()
         return bool(missing) or changes or len(self._numbers) > before
 
-    def _look_at_runs(self, files: Iterable[FileInfo], names: Collection[str]) -> bool:
-        """Open the runs if they have changed; returns whether they have."""
+    def _look_at_index_files(self, files: Iterable[FileInfo], names: Collection[str]) -> bool:
+        """Open the index files if they have changed; returns whether they have."""
         seen = frozenset(file.name for file in files if file.name not in self.names)
         if seen == self._seen_runs:
             return False
@@ -260,23 +260,23 @@ class NamespaceIndex:
         for name in seen:
             path = os.path.join(self._path, name)
             try:
-                run = Run(self._directory.fs, self._descriptors, path)
+                one = IndexFile(self._directory.fs, self._descriptors, path)
             except (FileNotFoundError, NewerFormatError):
                 continue
             except (OSError, DamagedError) as error:
                 self._on_fault(error, path)
                 continue
-            if run.namespace == self.namespace:
-                self._runs.append(run)
-        self._runs.sort(key=lambda run: -int(run.table["rows"].sum(dtype=np.int64)))
+            if one.namespace == self.namespace:
+                self._index_files.append(one)
+        self._index_files.sort(key=lambda one: -int(one.table["rows"].sum(dtype=np.int64)))
         usable = set(names) - self.names - self._doubted
-        for run in self._runs:
-            targets = np.full(len(run.table) + 1, _NOWHERE)
-            for place, name in enumerate(run.names):
+        for one in self._index_files:
+            targets = np.full(len(one.table) + 1, _NOWHERE)
+            for place, name in enumerate(one.names):
                 if name + SEGMENT in usable:
                     number = self._numbers.get(name + SEGMENT)
                     targets[place] = (
-                        self._add_file(name + SEGMENT, run.table[place]) if number is None else number
+                        self._add_file(name + SEGMENT, one.table[place]) if number is None else number
                     )
             self._targets.append(targets)
         return True
@@ -294,11 +294,11 @@ class NamespaceIndex:
         self.look_again()
 
     def _forget(self) -> None:
-        for run in self._runs:
-            run.close()
+        for one in self._index_files:
+            one.close()
         waiting = [one for one in self.segments.values() if isinstance(one, Pending)]
         self.segments, self.table = {one.number: one for one in waiting}, KeyLocations()
-        self._runs, self._targets, self._files, self._numbers = [], [], {}, {}
+        self._index_files, self._targets, self._files, self._numbers = [], [], {}, {}
         self._seen_runs = frozenset()
         for pending in waiting:
             for keys, first in pending.added():
@@ -326,18 +326,18 @@ class NamespaceIndex:
             self.table.add(waiting)
 
     def _opened(self, name: str, entry: Array | None = None, *, is_second: bool = False) -> Segment | None:
-        """Open a segment; with the `entry` of a run, without reading the segment's own index."""
+        """Open a segment; with the `entry` of an index file, without reading the segment's own index."""
         fs, path = self._directory.fs, os.path.join(self._path, name)
         try:
             if entry is None:
                 segment = Segment.open(fs, self._descriptors, path, limit=self._limit)
             else:
                 head, digest = int(entry["head"]), int(entry["digest"])
-                segment = Segment.of_run(fs, self._descriptors, path, head, digest, limit=self._limit)
+                segment = Segment.in_index_file(fs, self._descriptors, path, head, digest, limit=self._limit)
         except FileNotFoundError:
             return None
         except DamagedError as error:
-            if entry is not None:  # its own index will show whether segment or run is wrong
+            if entry is not None:  # its own index will show which of the two is wrong
                 self._doubted.add(name)
                 self._changed = -1
                 self.look_again()
@@ -367,7 +367,7 @@ class NamespaceIndex:
         self.segments[segment.number] = segment
         self.table.add({segment.number: keys}, first)
 
-    def sealed(self, number: int, segment: Segment) -> None:
+    def written(self, number: int, segment: Segment) -> None:
         """Record that an unsealed segment is now a file."""
         name = os.path.basename(segment.path)
         if number in self.segments:
@@ -388,7 +388,7 @@ class NamespaceIndex:
             self.segments.pop(number, None)
             file = self._files.pop(number, None)
             if file is None:
-                continue  # it was not sealed
+                continue  # it was not written
             path = os.path.join(self._path, file.name)
             self._descriptors.forget(path)
             del self._numbers[file.name]

@@ -1,6 +1,6 @@
 """`DiskTier`: rows in the segments of a cache directory, written asynchronously.
 
-Rows can be read as soon as they are put. They reach the disk when they are sealed in a segment: when there
+Rows can be read as soon as they are put. They reach the disk when they are written in a segment: when there
 are enough of them, after some seconds, at `flush` and `close`, and at exit. If rows are missing, the tier
 looks for new segments of other processes.
 
@@ -30,7 +30,7 @@ from torchcache2.tiers.bucket.source import BucketSource
 from torchcache2.tiers.disk.health import Health
 from torchcache2.tiers.disk.index import TierIndex
 from torchcache2.tiers.disk.reading import Reader
-from torchcache2.tiers.disk.sealing import Sealing, delete_files
+from torchcache2.tiers.disk.segmentwriter import SegmentWriter, delete_files
 from torchcache2.tiers.writer import Pace, Writer
 
 _SEGMENT_BYTES = 64 << 20
@@ -59,7 +59,7 @@ class DiskTier(Tier):
     description : callable, optional
         What a namespace stands for, for its ``fingerprint.json``.
     delay : float
-        Seconds after which rows are sealed, however few; see `torchcache2.tiers.writer.Pace`.
+        Seconds after which rows are written, however few; see `torchcache2.tiers.writer.Pace`.
     temporary : bool
         Whether the directory is deleted with this process, whose `close` then writes no more rows. Forked
         children write theirs as long as the directory exists.
@@ -120,7 +120,7 @@ class DiskTier(Tier):
         self._health = Health(self.directory, self._signals.tell, serves_only=not writes)
         self._index = TierIndex(folder, self._health, limit, in_use, self._make_writer, drops)
         self._lock = self._index.lock
-        self._sealing = Sealing(
+        self._writer = SegmentWriter(
             self.directory,
             self._index,
             self._health,
@@ -181,10 +181,10 @@ class DiskTier(Tier):
     @with_ordinary_tensors
     def put(self, keys: Keys, rows: Rows) -> int:
         """Queue rows under distinct keys to be written; waits only if the queue is full."""
-        if not self._sealing.takes(keys.namespace, rows.schema) or len(keys) == 0:
+        if not self._writer.takes(keys.namespace, rows.schema) or len(keys) == 0:
             return 0
         try:
-            kept = self._sealing.keep(keys, rows)
+            kept = self._writer.keep(keys, rows)
         except Exception as error:
             self._health.fault(error, self.path)
             return 0
@@ -226,11 +226,11 @@ class DiskTier(Tier):
                 self._index.writer.watch()
 
     def flush(self) -> None:
-        """Return once all rows put so far are sealed, or queued again after a fault."""
+        """Return once all rows put so far are written, or queued again after a fault."""
         if self.is_busy_here():
             return  # this thread would wait for itself; the writer writes soon
         if self.above is not None:
-            self.above.gather(at_end=self._sealing.is_last)
+            self.above.gather(at_end=self._writer.is_last)
         with self._lock():
             self._index.begin()
             writer = self._index.writer
@@ -248,7 +248,7 @@ class DiskTier(Tier):
             return
         is_going = self._goes_with == os.getpid()
         if not is_going:
-            self._sealing.is_last = True
+            self._writer.is_last = True
             self.flush()
         with self._lock():
             self._index.begin()
@@ -260,7 +260,7 @@ class DiskTier(Tier):
                     writer.drop(namespace)
         if writer is not None:
             writer.end()
-        if lost := self._sealing.lost + sum(map(len, unwritten)):
+        if lost := self._writer.lost + sum(map(len, unwritten)):
             self._health.tell("lost", "rows that could not be written to %s: %d", self.path, lost)
         with self._lock():
             self._index.namespaces.clear()
@@ -286,7 +286,7 @@ class DiskTier(Tier):
         corrupt, faults = self._health.corrupt, self._health.faults
         if self.bucket is not None:
             corrupt, faults = corrupt + self.bucket.objects.corrupt, faults + self.bucket.objects.faults
-        return TierStats(rows, size, self._sealing.evictions, corrupt, faults)
+        return TierStats(rows, size, self._writer.evictions, corrupt, faults)
 
     def count(self, namespace: bytes) -> int:
         """How many rows of a namespace in use are here."""
@@ -332,8 +332,8 @@ class DiskTier(Tier):
     def _make_writer(self) -> Writer:
         return Writer(
             self._lock(),
-            self._sealing.write,
-            self._sealing.forget,
+            self._writer.write,
+            self._writer.forget,
             Pace(target=self._target, limit=self._queue, delay=self._delay),
             signals=self._signals,
             pull=None if self.above is None else self.above.pull,

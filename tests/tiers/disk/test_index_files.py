@@ -21,10 +21,10 @@ from tests.helpers.storage import (
     warnings_of,
 )
 from torchcache2.core.process import holds
-from torchcache2.files import run as merging
-from torchcache2.files.directory import RUNS
+from torchcache2.files import indexfile as merging
+from torchcache2.files.directory import INDEX_FILES_LOCK
 from torchcache2.files.filesystem import Descriptors, FileSystem
-from torchcache2.files.run import Run, kept_runs
+from torchcache2.files.indexfile import IndexFile, kept_index_files
 from torchcache2.tiers.disk.index import NamespaceIndex
 
 ROWS = 8  # of a segment
@@ -55,11 +55,11 @@ def test_a_new_process_reads_no_head_of_what_runs_have(make, path, codec):
     writer = make(codec=codec)
     names = fill(writer, 30)
     assert 1 <= len(runs(path)) <= 4
-    assert index_of(writer).beside_runs[1] < 24  # who only writes keeps no more in memory either
+    assert index_of(writer).beside_index_files[1] < 24  # who only writes keeps no more in memory either
     fs = Watched()
     tier = make(codec=codec, fs=fs)
     tier.get(keys_of(["nowhere"]))
-    beside, rows = index_of(tier).beside_runs
+    beside, rows = index_of(tier).beside_index_files
     assert beside < 3 and rows == beside * ROWS and len(index_of(tier)) == len(names)
     assert fs.calls.count("open") <= len(runs(path)) + beside + 4  # the tag, and the fingerprint
     assert found(tier, names) == names and put(tier, names) == 0
@@ -180,7 +180,7 @@ def test_what_eviction_deletes_is_a_miss_and_leaves_runs_in_the_end(make, path):
         file.unlink()
     fill(tier, 6, 50)
     fs = FileSystem()
-    here = {name for run in runs(path) for name in Run(fs, Descriptors(fs), os.fspath(run)).names}
+    here = {name for run in runs(path) for name in IndexFile(fs, Descriptors(fs), os.fspath(run)).names}
     assert here and here <= {file.stem for file in segments(path)}
 
 
@@ -191,7 +191,7 @@ def test_runs_count_and_go_with_their_namespace(make, path):
         tier.flush()
         assert size_of(path) <= 120_000
         tier.has(keys_of(["nowhere"]))
-        assert index_of(tier).beside_runs[0] <= 4  # room was made for runs, too
+        assert index_of(tier).beside_index_files[0] <= 4  # room was made for runs, too
     tier = make()
     names = fill(tier, 8, 20)
     assert runs(path)
@@ -200,10 +200,10 @@ def test_runs_count_and_go_with_their_namespace(make, path):
 
 
 def test_files_are_counted_while_no_thread_can_add_some(make, path, monkeypatch):
-    tier, held, counted = make(), [], NamespaceIndex.beside_runs
+    tier, held, counted = make(), [], NamespaceIndex.beside_index_files
     lock = tier._index.lock()
     monkeypatch.setattr(
-        NamespaceIndex, "beside_runs", property(lambda s: held.append(holds(lock)) or counted.fget(s))
+        NamespaceIndex, "beside_index_files", property(lambda s: held.append(holds(lock)) or counted.fget(s))
     )
     fill(tier, 2)
     assert held == [True, True]
@@ -212,7 +212,7 @@ def test_files_are_counted_while_no_thread_can_add_some(make, path, monkeypatch)
 def test_who_cannot_write_runs_goes_on_without(make, path):
     holder = FileSystem()
     path.mkdir()
-    lock = holder.create(os.fspath(path / RUNS))
+    lock = holder.create(os.fspath(path / INDEX_FILES_LOCK))
     assert holder.lock(lock, exclusive=True)
     tier = make()
     names = fill(tier, 6)
@@ -225,7 +225,7 @@ def test_who_cannot_write_runs_goes_on_without(make, path):
 def test_keys_are_written_few_times_and_few_runs_are_left():
     sizes, written, most = [], 0, 0
     for _ in range(200):
-        kept = kept_runs(sizes, 1)
+        kept = kept_index_files(sizes, 1)
         sizes = sorted([*sizes[:kept], 1 + sum(sizes[kept:])], reverse=True)
         written += sizes[kept]
         most = max(most, len(sizes))

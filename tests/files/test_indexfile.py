@@ -17,10 +17,10 @@ from xxhash import xxh3_64_intdigest
 
 from tests.helpers.storage import Unsynced
 from torchcache2.core.errors import DamagedError, NewerFormatError
-from torchcache2.files import run as module
+from torchcache2.files import indexfile as module
 from torchcache2.files.filesystem import Descriptors
+from torchcache2.files.indexfile import ENTRY, TABLE, IndexFile, Part, by_key, entries_of, write_index_file
 from torchcache2.files.layout import read_head
-from torchcache2.files.run import ENTRY, TABLE, Part, Run, by_key, entries_of, write_index_file
 from torchcache2.files.segment import Segment
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -49,7 +49,7 @@ def key(number, group=0):
 
 def written(folder, parts, alive, fs=None):
     fs = fs or Unsynced()
-    return Run(fs, Descriptors(fs), write_index_file(fs, os.fspath(folder), NAMESPACE, parts, alive))
+    return IndexFile(fs, Descriptors(fs), write_index_file(fs, os.fspath(folder), NAMESPACE, parts, alive))
 
 
 def found(run, keys):
@@ -137,7 +137,7 @@ def test_damage_is_found_wherever_it_is(tmp_path):
         {name_of(1), name_of(2)},
     )
     good, generator = Path(path).read_bytes(), np.random.default_rng(0)
-    right = found(Run(fs, Descriptors(fs), path), keys)
+    right = found(IndexFile(fs, Descriptors(fs), path), keys)
     unseen = 0
     for turn in range(400):
         data = bytearray(good)
@@ -148,7 +148,7 @@ def test_damage_is_found_wherever_it_is(tmp_path):
             del data[place:]
         Path(path).write_bytes(data)
         try:
-            run = Run(fs, Descriptors(fs), path)
+            run = IndexFile(fs, Descriptors(fs), path)
         except (DamagedError, NewerFormatError):
             continue
         with pytest.raises(DamagedError):
@@ -182,7 +182,7 @@ def write_golden(folder=GOLDEN):
 def test_the_golden_run_is_read_and_written(tmp_path):
     fs, data = Unsynced(), (GOLDEN / "run-1.run").read_bytes()
     part = golden_part()
-    run = Run(fs, Descriptors(fs), os.fspath(GOLDEN / "run-1.run"))
+    run = IndexFile(fs, Descriptors(fs), os.fspath(GOLDEN / "run-1.run"))
     run.check()
     words = np.stack([part.source["low"], part.source["high"]], axis=1)
     places, entries = run.find(words)
@@ -203,4 +203,4 @@ def test_another_version_is_no_damage(tmp_path):
     data[-48] = 2
     Path(run.path).write_bytes(data)
     with pytest.raises(NewerFormatError):
-        Run(Unsynced(), Descriptors(Unsynced()), run.path)
+        IndexFile(Unsynced(), Descriptors(Unsynced()), run.path)

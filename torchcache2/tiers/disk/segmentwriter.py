@@ -1,4 +1,4 @@
-"""`Sealing`: queues rows that were put, and writes them as segments of a cache directory.
+"""`SegmentWriter`: queues rows that were put, and writes them as segments of a cache directory.
 
 `delete_files` deletes the segments of a dropped namespace.
 """
@@ -21,9 +21,9 @@ from torchcache2.core.settings import Policy
 from torchcache2.files.codec import Codec
 from torchcache2.files.directory import CacheDirectory
 from torchcache2.files.filesystem import StrangeFileError, is_read_only, ulid
+from torchcache2.files.indexfile import is_due, write_index_files
 from torchcache2.files.layout import HEAD, SEGMENT
 from torchcache2.files.removal import Removal, room_after, used_bytes
-from torchcache2.files.run import is_due, write_index_files
 from torchcache2.files.segment import Encoded, Segment, encode, write
 from torchcache2.identity.marks import __version__
 from torchcache2.tiers.bucket.source import BucketSource
@@ -64,8 +64,8 @@ def delete_files(index: TierIndex, health: Health, namespace: bytes) -> None:
         health.fault(error, folder)
 
 
-class Sealing:
-    """Keeps the rows of one tier until they are sealed, in segments of `target` bytes.
+class SegmentWriter:
+    """Keeps the rows of one tier until they are written, in segments of `target` bytes.
 
     The whole directory has at most `budget` bytes. `description(namespace)` is written to
     ``fingerprint.json``. A `temporary` directory is not made again once deleted. In front of a `bucket`,
@@ -156,7 +156,7 @@ class Sealing:
             writer.added(pending, family, pending.nbytes - before)
 
     def write(self, pending: Pending) -> bool:
-        """Seal rows; returns whether they are sealed.
+        """Write rows; returns whether they are in a segment.
 
         If the system fails, they are queued again while there is room, and else forgotten. The writer deals
         with interrupts.
@@ -207,14 +207,14 @@ class Sealing:
                 with contextlib.suppress(FileNotFoundError):
                     self._fs.remove(path)
             else:
-                index.sealed(pending.number, segment)
+                index.written(pending.number, segment)
         if self._bucket is not None:
             self._bucket.mirror.wake()
 
     def _write_runs(self, index: NamespaceIndex) -> None:
-        """Write runs if many rows are in none, unless the process is about to end."""
+        """Write index files if many rows are in none, unless the process is about to end."""
         with self._index.lock():  # another thread may add files
-            beside = index.beside_runs
+            beside = index.beside_index_files
         if self.is_last or not is_due(*beside):
             return
         try:
@@ -223,7 +223,7 @@ class Sealing:
             ):
                 return
             with self._index.lock():
-                if self._index.namespaces.get(index.namespace) is index:  # it forgets what the runs have
+                if self._index.namespaces.get(index.namespace) is index:  # it forgets what these have
                     index.look_again()
                     index.look()
         except FileNotFoundError:
@@ -232,7 +232,7 @@ class Sealing:
             self._health.fault(error, self._directory.folder(index.namespace))
 
     def _has_room_for_run(self, size: int) -> bool:
-        """Whether a run fits into the budget; under ``lru``, a small one may evict segments."""
+        """Whether an index file fits into the budget; under ``lru``, a small one may evict segments."""
         if self._policy != "lru" or self._bucket is not None or size > self._budget // 8:
             return used_bytes(self._directory.scan()) + size <= self._budget
         self._index.hold_what_is_used()

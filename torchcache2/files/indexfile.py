@@ -1,14 +1,13 @@
-"""`Run`: the index of many segments, in one sorted file that is searched on disk.
+"""`IndexFile`: the index of many segments, in one sorted file that is searched on disk.
 
-A run has an entry for each row of some segments: key, segment, number of the row, and the row's checksum. All
+It has an entry for each row of some segments: key, segment, number of the row, and the row's checksum. All
 processes share its pages through the system's cache, and each keeps in memory only the first key of each
-block. docs/format.md specifies the file. All data of a run is also in the segments' heads: a lost or damaged
-run is made again.
+block. docs/format.md specifies the file. All its data is also in the segments' heads: a lost or damaged one
+is made again.
 
-`write_index_files` keeps few runs, and few segments outside them, in each namespace, like an LSM tree. When
-enough rows are in no run, they become one. Many runs of similar size are merged into one; so each key is
-written about twice, and a look-up searches few runs. The writer that seals segments does this. Nothing waits
-for it.
+`write_index_files` keeps few index files, and few segments outside them, in each namespace, like an LSM tree.
+When enough rows are in none, they become one. Many of similar size are merged into one; so each key is
+written about twice, and a look-up searches few files. Who writes segments does this. Nothing waits for it.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from xxhash import xxh3_64_intdigest
 
 from torchcache2.core.errors import DamagedError, NewerFormatError, OptionError, UnreadableError
 from torchcache2.core.keys import Array, Positions, Words
-from torchcache2.files.directory import RUNS, CacheDirectory
+from torchcache2.files.directory import INDEX_FILES_LOCK, CacheDirectory
 from torchcache2.files.filesystem import Descriptor, Descriptors, FileSystem, open_to_lock, ulid, write_whole
-from torchcache2.files.layout import RUN, SEGMENT, TEMPORARY
+from torchcache2.files.layout import INDEX_FILE, SEGMENT, TEMPORARY
 from torchcache2.files.segment import Segment
 
 INDEX_VERSION = 1
@@ -37,7 +36,7 @@ ENTRY = np.dtype([("low", "<u8"), ("high", "<u8"), ("checksum", "<u8"), ("segmen
 _PAGE = np.dtype([("checksum", "<u8"), ("unused", "V24"), ("entries", ENTRY, (_ROWS,))])
 TABLE = np.dtype(
     [("name", "S26"), ("unused", "V2"), ("rows", "<u4"), ("head", "<u8"), ("digest", "<u8")]
-)  # of a segment: the ULID of its name, entries in the run, bytes up to the index, and xxh3-64 of these
+)  # of a segment: the ULID of its name, its entries here, bytes up to its index, and xxh3-64 of these
 _END = np.dtype(
     [
         ("magic", "S8"),
@@ -56,8 +55,8 @@ _READ_AT_ONCE = 8 << 20  # bytes of blocks that are searched together
 _TIMED, _SLOW = 4, 50e-6  # time so many reads; faster than this (seconds each): pages are in memory
 
 
-class Run:
-    """An open run; raises `DamagedError` where its bytes are damaged.
+class IndexFile:
+    """An open index file; raises `DamagedError` where its bytes are damaged.
 
     Attributes
     ----------
@@ -73,18 +72,18 @@ class Run:
         file = descriptors.get(path)
         size = fs.size(file)
         if size < _END.itemsize:
-            raise DamagedError(f"a run of {size} bytes")
+            raise DamagedError(f"an index file of {size} bytes")
         end = np.frombuffer(fs.read_bytes(file, size - _END.itemsize, _END.itemsize), _END)[0]
         if end["magic"] != _MAGIC.rstrip(b"\0"):
-            raise DamagedError("not a run")
+            raise DamagedError("not an index file")
         if end["version"] != INDEX_VERSION:
-            raise NewerFormatError(f"a run of version {end['version']}")
+            raise NewerFormatError(f"an index file of version {end['version']}")
         self.namespace = bytes(end["namespace"])
         self._pages_per_block = per_block = int(end["pages_per_block"])
         blocks, segments = int(end["blocks"]), int(end["segments"])
         start = blocks * per_block * _PAGE.itemsize
         if start + 8 * blocks + TABLE.itemsize * segments + _END.itemsize != size or not blocks:
-            raise DamagedError(f"a run of {size} bytes that says it has {blocks} blocks")
+            raise DamagedError(f"an index file of {size} bytes that says it has {blocks} blocks")
         tail = fs.read_bytes(file, start, size - start)
         if xxh3_64_intdigest(tail[:-8]) != end["checksum"]:
             raise DamagedError("another checksum")
@@ -124,7 +123,7 @@ class Run:
         return positions, found
 
     def _find_in_all(self, words: Words) -> tuple[Positions, Array]:
-        """The same for more keys than there are blocks: read the run from start to end."""
+        """The same for more keys than there are blocks: read the index file from start to end."""
         order = np.argsort(words[:, 0], kind="stable")
         sorted_words = words[order]
         positions, found = [np.empty(0, np.int64)], [np.empty(0, ENTRY)]
@@ -203,22 +202,22 @@ def _check(pages: Array) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Input of a new run: sorted entries of segments, or another run.
+    """Input of a new index file: sorted entries of segments, or another index file.
 
     Attributes
     ----------
-    source : Run or ndarray of ENTRY
+    source : IndexFile or ndarray of ENTRY
         Sorted by the first 8 bytes of the key.
     table : ndarray of TABLE
         The segments of its entries.
     """
 
-    source: Run | Array
+    source: IndexFile | Array
     table: Array
 
     def between(self, first: int, end: int) -> Array:
-        """Like `Run.between`."""
-        if isinstance(self.source, Run):
+        """Like `IndexFile.between`."""
+        if isinstance(self.source, IndexFile):
             return self.source.between(first, end)
         low = self.source["low"]
         bounds = np.array([first, end - 1], np.uint64)
@@ -226,7 +225,7 @@ class Part:
 
 
 def size_of(rows: int, segments: int) -> int:
-    """The approximate size of a run in bytes; slightly less if it is large."""
+    """The approximate size of an index file in bytes; slightly less if it is large."""
     pages = -(-rows // _ROWS)
     return pages * (_PAGE.itemsize + 8) + segments * TABLE.itemsize + _END.itemsize
 
@@ -241,7 +240,7 @@ def entries_of(keys: Array, checksums: Array, segment: int) -> Array:
 
 
 def by_key(entries: Array) -> Array:
-    """Entries in the order of a run."""
+    """Entries in the order of an index file."""
     ordered: Array = entries[np.argsort(entries["low"], kind="stable")]
     return ordered
 
@@ -249,11 +248,11 @@ def by_key(entries: Array) -> Array:
 def write_index_file(
     fs: FileSystem, folder: str, namespace: bytes, parts: Sequence[Part], alive: set[str]
 ) -> str:
-    """Write one run from other runs and heads; returns its path.
+    """Write one index file from other index files and heads; returns its path.
 
     Leaves out segments whose names are not in `alive`.
     """
-    path = os.path.join(folder, ulid() + RUN)
+    path = os.path.join(folder, ulid() + INDEX_FILE)
     index: dict[bytes, int] = {}
     tables, targets = [], []
     for part in parts:
@@ -288,7 +287,7 @@ def write_index_file(
         tail += xxh3_64_intdigest(tail).to_bytes(8, "little")
         fs.write_all(file, [memoryview(tail)], offset)
 
-    write_whole(fs, path, write, stem=os.path.join(folder, ""), suffix=RUN + TEMPORARY)
+    write_whole(fs, path, write, stem=os.path.join(folder, ""), suffix=INDEX_FILE + TEMPORARY)
     return path
 
 
@@ -339,27 +338,27 @@ def _seal(pages: Array) -> None:
     flat["checksum"] = [xxh3_64_intdigest(view[start + 8 : start + size]) for start in starts]
 
 
-_LEAST_ROWS = 1 << 19  # of a run; up to as many newer rows are in memory of each process
-_MOST_SEGMENTS = 1024  # outside of runs, however few rows they have
-_ALIKE = 2  # runs are similar if the ratio of their sizes is below this
-_MERGED = 8  # similar runs that are merged
+_LEAST_ROWS = 1 << 19  # of an index file; up to as many newer rows are in memory of each process
+_MOST_SEGMENTS = 1024  # outside of index files, however few rows they have
+_ALIKE = 2  # index files are similar if the ratio of their sizes is below this
+_MERGED = 8  # similar index files that are merged
 
 
 def is_due(segments: int, rows: int) -> bool:
-    """Whether so many segments and rows outside of runs are enough for another run."""
+    """Whether so many segments and rows outside of index files are enough for another index file."""
     return rows >= _LEAST_ROWS or segments >= _MOST_SEGMENTS
 
 
 def write_index_files(
     directory: CacheDirectory, namespace: bytes, limit: int, has_room: Callable[[int], bool]
 ) -> bool:
-    """Write runs of segments that are in none, and merge runs; returns whether anything changed.
+    """Write index files of segments that are in none, and merge some; returns whether anything changed.
 
-    A row may have up to `limit` bytes. ``has_room(size)`` returns whether a run of `size` bytes may be
+    A row may have up to `limit` bytes. ``has_room(size)`` returns whether a file of `size` bytes may be
     written, and may make room. Does nothing while another process does this. May raise `OSError`.
     """
     fs = directory.fs
-    path = os.path.join(directory.path, RUNS)
+    path = os.path.join(directory.path, INDEX_FILES_LOCK)
     with contextlib.suppress(FileExistsError):
         fs.create(path)
     lock = open_to_lock(fs, path)
@@ -381,19 +380,19 @@ class _Merger:
         self._files = Descriptors(directory.fs)
         contents = directory.contents(namespace.hex())
         self._alive = {info.name.removesuffix(SEGMENT) for info in contents.segments}
-        self._runs: list[Run] = []
+        self._index_files: list[IndexFile] = []
         self._changed = False
         self._covered: set[str] = set()
-        for info in contents.runs:
+        for info in contents.index_files:
             with contextlib.suppress(FileNotFoundError, UnreadableError):
-                run = Run(directory.fs, self._files, os.path.join(self._path, info.name))
-                if run.namespace == namespace:
-                    self._runs.append(run)
-                    self._covered.update(run.names)
+                one = IndexFile(directory.fs, self._files, os.path.join(self._path, info.name))
+                if one.namespace == namespace:
+                    self._index_files.append(one)
+                    self._covered.update(one.names)
 
     def work(self) -> bool:
-        for run in [one for one in self._runs if not self._rows_of(one)]:
-            self._remove([run])
+        for one in [one for one in self._index_files if not self._rows_of(one)]:
+            self._remove([one])
         group, tables, rows = list[Array](), list[Array](), 0
         for name in sorted(self._alive - self._covered):
             found = self._head(name, len(tables))
@@ -410,7 +409,7 @@ class _Merger:
         return self._changed
 
     def _head(self, name: str, number: int) -> tuple[Array, Array] | None:
-        """A run's entry for a segment, and those for its rows; None if the segment cannot be read."""
+        """An index file's entry for a segment, and those for its rows; None if the segment cannot be read."""
         fs, path = self._directory.fs, os.path.join(self._path, name + SEGMENT)
         try:
             segment = Segment.open(fs, self._files, path, limit=self._limit, structured=False)
@@ -427,15 +426,15 @@ class _Merger:
         return table, entries_of(segment.keys, segment.checksums, number)
 
     def _add(self, entries: Array, table: Array) -> bool:
-        """Write a run of newer rows, merged with similar runs; False if there is no room."""
-        self._runs.sort(key=self._rows_of, reverse=True)
-        count = kept_runs([self._rows_of(run) for run in self._runs], len(entries))
-        merged = self._runs[count:]
+        """Write an index file of newer rows, merged with similar index files; False if there is no room."""
+        self._index_files.sort(key=self._rows_of, reverse=True)
+        count = kept_index_files([self._rows_of(one) for one in self._index_files], len(entries))
+        merged = self._index_files[count:]
         rows = len(entries) + sum(map(self._rows_of, merged))
-        segments = len(table) + sum(len(run.table) for run in merged)
+        segments = len(table) + sum(len(one.table) for one in merged)
         if not self._has_room(size_of(rows, segments)):
             return False
-        parts = [Part(entries, table), *(Part(run, run.table) for run in merged)]
+        parts = [Part(entries, table), *(Part(one, one.table) for one in merged)]
         try:
             path = write_index_file(self._directory.fs, self._path, self._namespace, parts, self._alive)
         except DamagedError:
@@ -443,25 +442,25 @@ class _Merger:
             return False
         self._changed = True
         self._remove(merged)
-        self._runs.append(Run(self._directory.fs, self._files, path))
+        self._index_files.append(IndexFile(self._directory.fs, self._files, path))
         return True
 
-    def _rows_of(self, run: Run) -> int:
-        here = np.array([name in self._alive for name in run.names], bool)
-        return int(run.table["rows"][here].sum(dtype=np.int64))
+    def _rows_of(self, one: IndexFile) -> int:
+        here = np.array([name in self._alive for name in one.names], bool)
+        return int(one.table["rows"][here].sum(dtype=np.int64))
 
-    def _remove(self, runs: Sequence[Run]) -> None:
-        """Delete runs; readers have them open, or look again."""
-        for run in runs:
-            self._runs.remove(run)
-            run.close()
+    def _remove(self, index_files: Sequence[IndexFile]) -> None:
+        """Delete index files; readers have them open, or look again."""
+        for one in index_files:
+            self._index_files.remove(one)
+            one.close()
             with contextlib.suppress(FileNotFoundError):
-                self._directory.fs.remove(run.path)
+                self._directory.fs.remove(one.path)
             self._changed = True
 
 
-def kept_runs(sizes: Sequence[int], rows: int) -> int:
-    """How many runs (`sizes`, largest first) stay unmerged when a run of `rows` rows is written.
+def kept_index_files(sizes: Sequence[int], rows: int) -> int:
+    """How many index files (`sizes`, largest first) stay unmerged when one of `rows` rows is written.
 
     The others are merged with the new one.
     """
