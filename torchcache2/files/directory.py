@@ -73,6 +73,7 @@ SEGMENT_NAME = re.compile(r"[0-7][0-9A-HJKMNP-TV-Z]{25}" + re.escape(SEGMENT))
 INDEX_FILE_NAME = re.compile(SEGMENT_NAME.pattern.removesuffix(re.escape(SEGMENT)) + re.escape(INDEX_FILE))
 HEAD_NAME = re.compile(SEGMENT_NAME.pattern + re.escape(HEAD))
 NOTE_NAME = re.compile(NAMESPACE_NAME.pattern + re.escape(NOTE))
+COMING_NAME = re.compile(SEGMENT_NAME.pattern + r"\.(\d{1,16})" + re.escape(TEMPORARY))  # with its bytes
 _WHOLE_TEXT = f"({re.escape(FINGERPRINT)}|{re.escape(TAG)}|{NOTE_NAME.pattern})"
 _TEMPORARY_TEXT = re.compile(_WHOLE_TEXT + r"\.[0-9A-Z]{26}")
 _DATA_TEXT = f"({SEGMENT_NAME.pattern}|{INDEX_FILE_NAME.pattern})"
@@ -83,7 +84,7 @@ _KINDS = {
     "asked": re.compile(re.escape(ASKED)),
     "others": re.compile(re.escape(FINGERPRINT)),
     "corrupt": re.compile(_DATA_TEXT + re.escape(CORRUPT)),
-    "temporary": re.compile(rf"{_DATA_TEXT}{re.escape(TEMPORARY)}|{_TEMPORARY_TEXT.pattern}"),
+    "temporary": re.compile(rf"{_DATA_TEXT}(\.\d{{1,16}})?{re.escape(TEMPORARY)}|{_TEMPORARY_TEXT.pattern}"),
 }  # the files of a namespace, by field of `Contents`
 
 
@@ -125,6 +126,8 @@ def contents_of(namespace: str, listing: list[FileInfo]) -> Contents:
     """The files of a namespace, from a listing of its folder."""
     found: dict[str, list[FileInfo]] = {kind: [] for kind in _KINDS}
     for info in listing:
+        if coming := COMING_NAME.fullmatch(info.name):  # it takes its room from the start
+            info = info._replace(size=max(info.size, int(coming[1])))
         for kind, name in _KINDS.items() if not info.is_folder else ():
             if name.fullmatch(info.name):
                 found[kind].append(info)

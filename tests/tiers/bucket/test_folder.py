@@ -218,13 +218,13 @@ def test_what_a_power_cut_has_spoiled_is_read_from_the_bucket(make, local, spoil
 def test_a_segment_that_is_dropped_while_it_comes_does_not_stay(place, make, local, large):
     assert found(make(), names_of(9), WIDTH) == []
     with opened(place[0]) as objects:
-        folder, fetch = BucketFolder(objects, CacheDirectory(str(local), FS), ROOM), objects.fetch
+        folder, download = BucketFolder(objects, CacheDirectory(str(local), FS), ROOM), objects.download
         name = f"{FOLDER}/{place[1][0].name}"
 
-        def dropped(ranges):
+        def dropped(*args):
             os.unlink(local / f"{name}.head")
-            return fetch(ranges)
+            return download(*args)
 
-        objects.fetch = dropped
+        objects.download = dropped
         folder.bring([name])
     assert segments(local) == [] and not list(local.glob("*/*.tmp"))

@@ -117,6 +117,11 @@ class Connection:
         size = sum(map(size_of, (content for _, content in contents)))
         return self._together([_writing(self._path(name), content) for name, content in contents], size)
 
+    def download(self, files: Sequence[tuple[str, str, int]]) -> list[Answer]:
+        """Download objects ``(name, path, size)`` to local files, all at once: for each the exception, if any."""
+        calls: list[_Call] = [("get_file", (self._path(name), path), {}) for name, path, _ in files]
+        return self._together(calls, sum(size for *_, size in files))
+
     def remove(self, names: Sequence[str]) -> list[Answer]:
         """Delete objects, many at once: for each None, or the exception."""
         return self._together([("rm_file", (self._path(name),), {}) for name in names])

@@ -5,7 +5,8 @@ are fetched into memory, all of a batch at once.
 
 Segments are kept once the namespace is *wanted*: when processes have fetched more than a tenth of it, a file
 says so, and one process brings whole segments (`BucketFolder.bring`), oldest first. Every file is
-begun under the folder's lock for deleting, with its full size: so all processes keep to the budget.
+begun under the folder's lock for deleting, and its name states its full size: so all processes keep to the
+budget.
 """
 
 from __future__ import annotations
@@ -27,13 +28,12 @@ from torchcache2.files.directory import ASKED, HEAD_NAME, SEGMENT_NAME, CacheDir
 from torchcache2.files.filesystem import Descriptor, FileInfo, FileSystem, is_read_only
 from torchcache2.files.layout import HEAD, SEGMENT, TEMPORARY, checked, read_size, stated
 from torchcache2.files.removal import deleting, remove_leftovers, used_bytes
-from torchcache2.tiers.bucket.objects import Objects, Pieces, Range, cut, merged
+from torchcache2.tiers.bucket.objects import Objects, Pieces, merged
 
 _GAP = 16 << 10  # unneeded bytes that cost less than another request
 _REQUEST = 512 << 10  # bytes that cost as much as a request
 _SHARE = 10  # a namespace is wanted once an nth part of it was fetched
-_PART = 16 << 20  # bytes of a request for a whole segment
-_CHUNK, _CHUNKS = 2, 2  # requests that are made at once, and in how many threads
+_AT_ONCE = 8  # segments
 _WAITED, _POLLED = 2.0, 0.005  # seconds
 _MOST_WAIT = 10.0  # seconds that a thread waits in all for segments that are being brought, besides its share
 _BEGINNING, _BETWEEN = 1.0, 0.1  # seconds until the first of these is begun, and between them
@@ -282,35 +282,40 @@ class BucketFolder(FileSystem):
 
     def bring(self, names: Sequence[str], stops: Callable[[], bool] = lambda: False) -> bool:
         """Fetch whole segments into the folder, as far as there is room; whether one came."""
-        begun, has_come = self._begun(names), False
-        ends = {name: self.sizes_of(self._path(name)) for name in begun}
-        left = {name: size - start for name, (start, size) in ends.items()}
-        parts = cut([(name, *ends[name]) for name in begun], _PART)
-        chunks = [parts[first : first + _CHUNK] for first in range(0, len(parts), _CHUNK)]
+        begun = self._begun(names)
+        with ThreadPoolExecutor(_AT_ONCE, TRANSFER) as pool:
+            return any(list(pool.map(lambda name: self._bring(name, begun[name], stops), begun)))
 
-        def fetch(some: Sequence[Range]) -> list[bytes | Exception]:
-            return [] if stops() else self._objects.fetch(some)
-
+    def _bring(self, name: str, file: Descriptor, stops: Callable[[], bool]) -> bool:
+        """Fetch a segment into its temporary file, which is locked, and name it; whether that worked."""
+        path = self._path(name)
+        start, size = self.sizes_of(path)
+        temporary = _coming(path, size)
         try:
-            with ThreadPoolExecutor(_CHUNKS, TRANSFER) as pool:
-                for some, found in zip(chunks, pool.map(fetch, chunks), strict=True):
-                    for (name, start, _), data in zip(some, found, strict=False):
-                        if isinstance(data, Exception):
-                            self._failed(name, data)
-                            continue
-                        file, path = begun[name], self._path(name)
-                        self._fs.write_all(file, [memoryview(data)], start)
-                        left[name] -= len(data)
-                        if left[name] == 0 and self._fs.is_file(path + HEAD):  # else it was dropped meanwhile
-                            self._fs.rename(path + TEMPORARY, path)
-                            self._fs.unlock(file)
-                            del begun[name]
-                            has_come = True
-        except OSError as error:
-            self._no_room(error, begun)
+            error = AwayError(errno.EIO, "stopped") if stops() else self._objects.download(name, temporary, size)
+            if error is not None:
+                raise error
+            head = self._fs.read_file(path + HEAD, _MOST_HEAD)  # not there if it was dropped meanwhile
+            self._check(temporary, head, size)
+            self._fs.rename(temporary, path)
+            return True
+        except AwayError:
+            pass
+        except (DamagedError, OSError) as error:
+            self._failed(name, error)
         finally:
-            self._remove(begun)
-        return has_come
+            with contextlib.suppress(OSError):
+                self._fs.remove(temporary)
+            self._fs.unlock(file)
+        return False
+
+    def _check(self, path: str, head: bytes, size: int) -> None:
+        """Raise `DamagedError` if a file has another head, or not so many bytes."""
+        file = self._fs.open(path)
+        if (found := self._fs.size(file)) != size:
+            raise DamagedError(f"it has {found} bytes, not {size}")
+        if self._fs.read_bytes(file, 0, len(head)) != head:
+            raise DamagedError("its head is not the one that was listed")
 
     def _begun(self, names: Sequence[str]) -> dict[str, Descriptor]:
         """Temporary files of full size for segments, as far as there is room: names, and locked files."""
@@ -322,47 +327,42 @@ class BucketFolder(FileSystem):
                 room = self._budget - used_bytes(self._directory.scan())
                 for name in names:
                     path = self._path(name)
-                    start, size = self.sizes_of(path)
+                    size = self.sizes_of(path)[1]
                     if size > room:
                         self._full_until = time.monotonic() + _LOOKED
-                    # If another process brings it, there is a temporary file, whose bytes are counted.
-                    if size > room or self._fs.exists(path) or self._fs.exists(path + TEMPORARY):
-                        continue
-                    room -= size
-                    file = self._fs.create(path + TEMPORARY)
-                    begun[name] = file
-                    self._fs.lock(file, exclusive=True)
-                    self._fs.write_all(file, [memoryview(self._fs.read_file(path + HEAD, _MOST_HEAD))], 0)
-                    self._fs.write_all(file, [memoryview(b"\0")], max(start, size - 1))
+                    elif not self._fs.exists(path):
+                        with contextlib.suppress(FileExistsError):  # another process brings it
+                            file = self._fs.create(_coming(path, size))
+                            self._fs.lock(file, exclusive=True)
+                            begun[name] = file
+                            room -= size
         except (TimeoutError, NotImplementedError):
             pass  # another process makes room, or there are no locks
         except OSError as error:
-            self._no_room(error, begun)
+            self._no_room(error)
         return begun
 
-    def _failed(self, name: str, error: Exception) -> None:
+    def _failed(self, name: str, error: DamagedError | OSError) -> None:
         """Note why a segment did not come; one that is damaged or gone is not fetched as a whole again."""
-        if isinstance(error, (DamagedError, FileNotFoundError)):
-            self.bad.add(name)
+        if not isinstance(error, (DamagedError, FileNotFoundError)):
+            self._no_room(error)
+            return
+        self.bad.add(name)
         if isinstance(error, DamagedError):
             self._objects.corrupt += 1
             url = self._objects.bucket.url
             self._objects.tell("damaged", "%s in %s is damaged (%s): it stays there", name, url, str(error))
 
-    def _remove(self, begun: dict[str, Descriptor]) -> None:
-        while begun:
-            name, _ = begun.popitem()
-            with contextlib.suppress(OSError):
-                self._fs.remove(self._path(name) + TEMPORARY)
-
-    def _no_room(self, error: OSError, begun: dict[str, Descriptor]) -> None:
-        self._remove(begun)
-        if isinstance(error, FileNotFoundError):  # the folder was deleted
-            return
+    def _no_room(self, error: OSError) -> None:
         self._full_until = time.monotonic() + _FULL_FOR
         if not is_read_only(error):
             message = "%s gets no segments from the bucket: %s"
             self._objects.tell("unwritten", message, self._directory.path, str(error))
+
+
+def _coming(path: str, size: int) -> str:
+    """The temporary file of a segment: its name says how much room it needs."""
+    return f"{path}.{size}{TEMPORARY}"
 
 
 def _copied(data: memoryview, buffers: Sequence[Any]) -> int:

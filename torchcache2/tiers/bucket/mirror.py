@@ -39,7 +39,7 @@ from torchcache2.tiers.bucket.folder import TRANSFER, BucketFolder
 from torchcache2.tiers.bucket.objects import Objects
 
 _AT_ONCE = 4  # uploads
-_GROUP = 128 << 20  # bytes of segments that are brought together
+_GROUP = 512 << 20  # bytes of segments that are brought together
 _FIRST_PAUSE = 0.5  # seconds after a failed upload
 _ENDING = 10.0  # seconds for remaining transfers when the mirror ends
 _ANY_SIZE = 1 << 62

@@ -28,6 +28,7 @@ from torchcache2.tiers.bucket.connection import Answer, Connection, Kind, Texts,
 _MOST_TAG, _MOST_TEXT = 4096, 64 << 10  # bytes
 _FIRST_READ = 64 << 10  # bytes, as most heads are shorter
 _FINAL = (Kind.GONE, Kind.SHORT)  # of an object that is read
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # of a local file
 _MISTAKES = (TypeError, ValueError, ImportError, AttributeError)  # options that a library refuses
 PIECE = 8 << 20  # bytes of one request; several at once are faster than a long one
 Range = tuple[str, int, int]  # of an object: its name, and where it begins and ends
@@ -149,6 +150,23 @@ class Objects:
         with self._lock():
             self.bytes_down += sum(len(one) for one in found if isinstance(one, bytes))
         return found
+
+    def download(self, name: str, path: str, size: int) -> Exception | None:
+        """Download an object of so many bytes to a local file; the error, as that of `fetch`, if that fails.
+
+        If the file cannot be written, it is this `OSError`.
+        """
+        (error,) = self._each(
+            [(name, path, size)],
+            lambda one: one.download,
+            lambda _, error: kind_of(error) in _FINAL or getattr(error, "errno", None) in _FULL,
+        )
+        if error is None:
+            with self._lock():
+                self.bytes_down += size
+        elif kind_of(error) is Kind.GONE:
+            return FileNotFoundError(errno.ENOENT, "there is no such object", name)
+        return error if isinstance(error, Exception) else None
 
     def texts(self, names: Sequence[str], most: int = _MOST_TEXT) -> dict[str, bytes]:
         """Small objects, many at once, without those that are gone, empty or have `most` bytes or more."""
