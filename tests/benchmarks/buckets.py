@@ -1,9 +1,13 @@
 """Datasets in a bucket, beside one object a sample, plain downloads of the same objects, and a local folder.
 
-The bucket is one of moto's S3 server, in another process, behind a proxy that delays each request by 20 ms.
+The bucket is one of rclone's S3 server, behind a proxy that delays each request by 20 ms. The emulators of the
+tests would not do: moto reads the whole object for each range.
 """
 
+import contextlib
+import itertools
 import logging
+import socket
 import statistics
 import subprocess
 import sys
@@ -41,17 +45,39 @@ with Proxy(int(sys.argv[1]), delay=float(sys.argv[2])) as proxy:
     print(proxy.port, flush=True)
     sys.stdin.read()  # until the benchmark ends
 """
+# This server puts the checksum of the object into answers with a range of it.
+OPTIONS = {"config_kwargs": {"response_checksum_validation": "when_required"}}
 OURS, OBJECTS = "torchcache2", "one object a sample, s3fs.cat_file"
 
 
 def run(report):
     logging.getLogger("torchcache2").setLevel(logging.ERROR)
-    with tempfile.TemporaryDirectory() as folder, _proxy(buckets.servers()["s3"]) as port:
+    with tempfile.TemporaryDirectory() as folder, _server() as server, _proxy(server) as port:
         place = partial(Place, Path(folder), port)
         targets = [*_shuffled(report, place()), *_large(report, place()), *_filling(report, place)]
         targets += _opening(report, place())
     logging.getLogger("torchcache2").setLevel(logging.NOTSET)
     report.targets(targets)
+
+
+@contextmanager
+def _server():
+    """The port of an S3 server of a new folder in memory."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        command = [str(Path(sys.executable).with_name("rclone")), "serve", "s3", folder]
+        command += ["--addr", f"127.0.0.1:{port}", "--auth-key", f"{buckets.KEY},{buckets.SECRET}"]
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        try:
+            while process.poll() is None:
+                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                    break
+                time.sleep(0.05)
+            yield port
+        finally:
+            process.kill()
+            process.wait()
 
 
 @contextmanager
@@ -66,9 +92,12 @@ def _proxy(port):
 class Place:
     """A folder in a new bucket."""
 
+    numbers = itertools.count()
+
     def __init__(self, folder, port):
-        self.folder, self.options = folder, buckets.options_of("s3", port)
-        self.bucket = buckets.new_bucket("s3")
+        self.folder, self.options = folder, buckets.options_of("s3", port, **OPTIONS)
+        self.bucket = f"bench-{next(self.numbers)}"
+        self.fs().mkdir(self.bucket)
         self.url = f"s3://{self.bucket}/folder"
 
     def fill(self, source, **options):

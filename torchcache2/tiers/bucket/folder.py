@@ -292,7 +292,9 @@ class BucketFolder(FileSystem):
         start, size = self.sizes_of(path)
         temporary = _coming(path, size)
         try:
-            error = AwayError(errno.EIO, "stopped") if stops() else self._objects.download(name, temporary, size)
+            error = (
+                AwayError(errno.EIO, "stopped") if stops() else self._objects.download(name, temporary, size)
+            )
             if error is not None:
                 raise error
             head = self._fs.read_file(path + HEAD, _MOST_HEAD)  # not there if it was dropped meanwhile
