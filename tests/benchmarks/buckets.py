@@ -1,7 +1,7 @@
 """Datasets in a bucket, beside one object a sample, plain downloads of the same objects, and a local folder.
 
-The bucket is one of rclone's S3 server, behind a proxy that delays each request by 20 ms. The emulators of the
-tests would not do: moto reads the whole object for each range.
+The bucket is one of rclone's S3 server, behind a proxy that delays each request by 20 ms. The tests' emulator
+would not do: it reads the whole object for each range.
 """
 
 import contextlib

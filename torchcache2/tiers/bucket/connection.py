@@ -118,7 +118,7 @@ class Connection:
         return self._together([_writing(self._path(name), content) for name, content in contents], size)
 
     def download(self, files: Sequence[tuple[str, str, int]]) -> list[Answer]:
-        """Download objects ``(name, path, size)`` to local files, all at once: for each the exception, if any."""
+        """Download objects ``(name, path, size)`` to local files: for each the exception, if any."""
         calls: list[_Call] = [("get_file", (self._path(name), path), {}) for name, path, _ in files]
         return self._together(calls, sum(size for *_, size in files))
 

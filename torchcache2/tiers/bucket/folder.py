@@ -289,16 +289,18 @@ class BucketFolder(FileSystem):
     def _bring(self, name: str, file: Descriptor, stops: Callable[[], bool]) -> bool:
         """Fetch a segment into its temporary file, which is locked, and name it; whether that worked."""
         path = self._path(name)
-        start, size = self.sizes_of(path)
+        size = self.sizes_of(path)[1]
         temporary = _coming(path, size)
         try:
-            error = (
-                AwayError(errno.EIO, "stopped") if stops() else self._objects.download(name, temporary, size)
-            )
-            if error is not None:
+            if stops():
+                return False
+            if (error := self._objects.download(name, temporary, size)) is not None:
                 raise error
             head = self._fs.read_file(path + HEAD, _MOST_HEAD)  # not there if it was dropped meanwhile
-            self._check(temporary, head, size)
+            there = self._fs.edit(temporary)
+            if self._fs.size(there) != size:
+                raise DamagedError(f"it has {self._fs.size(there)} bytes, not {size}")
+            self._fs.write_all(there, [memoryview(head)], 0)  # this one is checked; rows have their checksums
             self._fs.rename(temporary, path)
             return True
         except AwayError:
@@ -310,14 +312,6 @@ class BucketFolder(FileSystem):
                 self._fs.remove(temporary)
             self._fs.unlock(file)
         return False
-
-    def _check(self, path: str, head: bytes, size: int) -> None:
-        """Raise `DamagedError` if a file has another head, or not so many bytes."""
-        file = self._fs.open(path)
-        if (found := self._fs.size(file)) != size:
-            raise DamagedError(f"it has {found} bytes, not {size}")
-        if self._fs.read_bytes(file, 0, len(head)) != head:
-            raise DamagedError("its head is not the one that was listed")
 
     def _begun(self, names: Sequence[str]) -> dict[str, Descriptor]:
         """Temporary files of full size for segments, as far as there is room: names, and locked files."""
