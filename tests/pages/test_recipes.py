@@ -448,13 +448,13 @@ def claims_of_memory(page):
         def forward(self, x):
             return self.layers(x.to(self.weight.device)).to(x.device)
 
-    named = torchcache(persistent_module_hash="moving")(Moving().eval().requires_grad_(False))
-    weights, rows = named.state_dict(), torch.rand(64, 8)
-    assert asked(named, named, rows) == (0, 64, {})
-    named.to("meta")
-    assert asked(named, named, rows) == (64, 0, {})
-    named.to_empty(device="cpu").load_state_dict(weights)
-    assert asked(named, named, rows + 1) == (0, 64, {})
+    moving, rows = torchcache(Moving().eval().requires_grad_(False)), torch.rand(64, 8)
+    assert asked(moving, moving, rows) == (0, 64, {})
+    moving.cache_instance.seal()
+    moving.to("meta")
+    assert asked(moving, moving, rows) == (64, 0, {})
+    with pytest.raises(NotCachedError, match="sealed"):
+        moving(rows + 1)
 
 
 CLAIMS = {
