@@ -239,6 +239,8 @@ class ModuleCache:
             text = of_calls(*calls) if why is None else f"not cached: {why}"
         else:
             text = compared(self.name, self._class(), now, before, why, directory, self._made)
+        if not (self._owner.last or self.stats().misses):
+            text += f"\n{self.name} was not called yet; if you call another method, name it in methods="
         names = self._known.signature.ignored - {*self.keeper.ignored}
         paths = [*self.keeper.ignored, *[f"argument {name}" for name in sorted(names)]]
         ignored = at_most([f"left out by ignore: {path}" for path in paths])
