@@ -6,8 +6,8 @@ block. docs/format.md specifies the file. All its data is also in the segments' 
 is made again.
 
 `write_index_files` keeps few index files, and few segments outside them, in each namespace, like an LSM tree.
-When enough rows are in none, they become one. Many of similar size are merged into one; so each key is
-written about twice, and a look-up searches few files. Who writes segments does this. Nothing waits for it.
+When enough rows are in none, they become one. Some of similar size are merged into one; so each key is
+written two to four times, and a look-up searches few files. Who writes segments does this, and nothing waits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -52,6 +52,7 @@ _NO_SEGMENT = 0xFFFFFFFF  # of padding entries
 _MOST_BLOCKS = 1 << 20  # their first keys take at most 8 MB
 _AT_ONCE = 1 << 20  # entries that are sorted and written together, 32 MB
 _READ_AT_ONCE = 8 << 20  # bytes of blocks that are searched together
+_PER_PAGE = _ROWS + 1
 _TIMED, _SLOW = 4, 50e-6  # time so many reads; faster than this (seconds each): pages are in memory
 
 
@@ -112,15 +113,25 @@ class IndexFile:
             some = [self.find(words[first : first + step]) for first in range(0, len(words), step)]
             positions = [found + number * step for number, (found, _) in enumerate(some)]
             return np.concatenate(positions), np.concatenate([entries for _, entries in some])
-        pages = self._read(np.maximum(np.searchsorted(self._first_keys, words[:, 0], side="right") - 1, 0))
-        entries = pages["entries"].reshape(len(words), -1)
-        positions, columns = (entries["low"] == words[:, :1]).nonzero()
-        found = entries[positions, columns]
-        is_same = (found["high"] == words[positions, 1]) & (found["segment"] != _NO_SEGMENT)
-        if not is_same.all():
-            positions, columns, found = positions[is_same], columns[is_same], found[is_same]
-        _check(pages[positions, columns // _ROWS])
-        return positions, found
+        pages = self._read(np.maximum(self._first_keys.searchsorted(words[:, 0], side="right") - 1, 0))
+        left, low, numbers = np.arange(len(words)), words[:, 0], pages.view("<u8").reshape(-1)
+        page = left * self._pages_per_block
+        page += (pages["entries"]["low"][:, 1:, 0] <= words[:, :1]).sum(axis=1)
+        at = page * _PER_PAGE  # a page is as large as so many entries: one for its head, and its own
+        for step in (64, 32, 16, 8, 4, 2, 1):
+            at += step * (numbers.take(4 * (at + step)) < low)
+        entries, positions, slots = pages.view(ENTRY).reshape(-1), [left[:0]], [left[:0]]
+        while len(left):  # a key may have several entries
+            at += 1
+            is_alike = (numbers.take(4 * at, mode="clip") == low[left]) & (at < len(entries))
+            left, at = left[is_alike], at[is_alike]
+            is_same = numbers.take(4 * at + 1) == words[left, 1]
+            positions.append(left[is_same])
+            slots.append(at[is_same])
+        where, found = np.concatenate(positions), entries.take(np.concatenate(slots))
+        _check(pages, page[where].tolist())
+        is_real = found["segment"] != _NO_SEGMENT
+        return where[is_real], found[is_real]
 
     def _find_in_all(self, words: Words) -> tuple[Positions, Array]:
         """The same for more keys than there are blocks: read the index file from start to end."""
@@ -153,7 +164,7 @@ class IndexFile:
         pages = np.empty((stop - begin) * self._pages_per_block, _PAGE)
         offset = begin * self._pages_per_block * _PAGE.itemsize
         self._fs.read_all(self._file(), [pages.view(np.uint8).data], offset)
-        _check(pages)
+        _check(pages, range(len(pages)))
         entries = pages["entries"].reshape(-1)
         low = entries["low"]
         inside: Array = entries[(low >= least) & (low <= most) & (entries["segment"] != _NO_SEGMENT)]
@@ -191,12 +202,11 @@ class IndexFile:
         return pages
 
 
-def _check(pages: Array) -> None:
-    """Raise `DamagedError` if a page differs from its checksum."""
-    view = np.ascontiguousarray(pages).view(np.uint8).reshape(-1).data
-    size = _PAGE.itemsize
-    for number, checksum in enumerate(pages["checksum"].tolist()):
-        if xxh3_64_intdigest(view[number * size + 8 : number * size + size]) != checksum:
+def _check(pages: Array, which: Iterable[int]) -> None:
+    """Raise `DamagedError` if one of some pages differs from its checksum."""
+    view, sums, size = pages.view(np.uint8).reshape(-1).data, pages["checksum"].reshape(-1), _PAGE.itemsize
+    for number in which:
+        if xxh3_64_intdigest(view[number * size + 8 : number * size + size]) != sums.item(number):
             raise DamagedError("a page with another checksum")
 
 
@@ -341,7 +351,7 @@ def _seal(pages: Array) -> None:
 _LEAST_ROWS = 1 << 19  # of an index file; up to as many newer rows are in memory of each process
 _MOST_SEGMENTS = 1024  # outside of index files, however few rows they have
 _ALIKE = 2  # index files are similar if the ratio of their sizes is below this
-_MERGED = 8  # similar index files that are merged
+_MERGED = 4  # similar index files that are merged
 
 
 def is_due(segments: int, rows: int) -> bool:
