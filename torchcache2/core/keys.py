@@ -118,8 +118,7 @@ def int_key(index: int) -> tuple[int, int]:
         mixed = (mixed ^ mixed >> s1) * f1 & _MASK
         mixed = (mixed ^ mixed >> s2) * f2 & _MASK
         halves.append(mixed ^ mixed >> s3)
-    low, high = halves
-    return low, high
+    return halves[0], halves[1]
 
 
 def indices_of(keys: Array) -> tuple[Positions, Array]:

@@ -52,7 +52,6 @@ _NO_SEGMENT = 0xFFFFFFFF  # of padding entries
 _MOST_BLOCKS = 1 << 20  # their first keys take at most 8 MB
 _AT_ONCE = 1 << 20  # entries that are sorted and written together, 32 MB
 _READ_AT_ONCE = 8 << 20  # bytes of blocks that are searched together
-_PER_PAGE = _ROWS + 1
 _TIMED, _SLOW = 4, 50e-6  # time so many reads; faster than this (seconds each): pages are in memory
 
 
@@ -104,7 +103,7 @@ class IndexFile:
     def find(self, words: Words) -> tuple[Positions, Array]:
         """The entries of keys, ``(n, 2)``, and the position of each entry's key.
 
-        A key may have none, or several.
+        A key may have none, or several; an entry's segment may be none of the table.
         """
         step = max(1, _READ_AT_ONCE // (self._pages_per_block * _PAGE.itemsize))
         if len(words) > max(step, len(self._first_keys)):
@@ -115,9 +114,8 @@ class IndexFile:
             return np.concatenate(positions), np.concatenate([entries for _, entries in some])
         pages = self._read(np.maximum(self._first_keys.searchsorted(words[:, 0], side="right") - 1, 0))
         left, low, numbers = np.arange(len(words)), words[:, 0], pages.view("<u8").reshape(-1)
-        page = left * self._pages_per_block
-        page += (pages["entries"]["low"][:, 1:, 0] <= words[:, :1]).sum(axis=1)
-        at = page * _PER_PAGE  # a page is as large as so many entries: one for its head, and its own
+        page = left * self._pages_per_block + (pages["entries"]["low"][:, 1:, 0] <= words[:, :1]).sum(axis=1)
+        at = page * (_ROWS + 1)  # a page is as large as so many entries: one for its head, and its own
         for step in (64, 32, 16, 8, 4, 2, 1):
             at += step * (numbers.take(4 * (at + step)) < low)
         entries, positions, slots = pages.view(ENTRY).reshape(-1), [left[:0]], [left[:0]]
@@ -128,10 +126,9 @@ class IndexFile:
             is_same = numbers.take(4 * at + 1) == words[left, 1]
             positions.append(left[is_same])
             slots.append(at[is_same])
-        where, found = np.concatenate(positions), entries.take(np.concatenate(slots))
+        where = np.concatenate(positions)
         _check(pages, page[where].tolist())
-        is_real = found["segment"] != _NO_SEGMENT
-        return where[is_real], found[is_real]
+        return where, entries.take(np.concatenate(slots))
 
     def _find_in_all(self, words: Words) -> tuple[Positions, Array]:
         """The same for more keys than there are blocks: read the index file from start to end."""
@@ -142,16 +139,13 @@ class IndexFile:
             begin = int(np.searchsorted(sorted_words[:, 0], np.uint64(first)))
             stop = int(np.searchsorted(sorted_words[:, 0], np.uint64(end - 1), side="right"))
             entries = self.between(first, end)
-            at = np.searchsorted(entries["low"], sorted_words[begin:stop, 0])
-            left = np.arange(begin, stop)
-            while len(left):  # a key may have several entries
-                is_there = at < len(entries)
-                is_there[is_there] = entries["low"][at[is_there]] == sorted_words[left[is_there], 0]
-                left, at = left[is_there], at[is_there]
-                is_same = entries["high"][at] == sorted_words[left, 1]
-                positions.append(order[left[is_same]])
-                found.append(entries[at[is_same]])
-                at += 1
+            least = np.searchsorted(entries["low"], sorted_words[begin:stop, 0])
+            counts = np.searchsorted(entries["low"], sorted_words[begin:stop, 0], side="right") - least
+            which = np.repeat(np.arange(begin, stop), counts)  # a key may have several entries
+            at = np.arange(len(which)) + np.repeat(least - np.cumsum(counts) + counts, counts)
+            is_same = entries["high"][at] == sorted_words[which, 1]
+            positions.append(order[which[is_same]])
+            found.append(entries[at[is_same]])
         return np.concatenate(positions), np.concatenate(found)
 
     def between(self, first: int, end: int) -> Array:
@@ -163,7 +157,7 @@ class IndexFile:
             return np.empty(0, ENTRY)
         pages = np.empty((stop - begin) * self._pages_per_block, _PAGE)
         offset = begin * self._pages_per_block * _PAGE.itemsize
-        self._fs.read_all(self._file(), [pages.view(np.uint8).data], offset)
+        self._fs.read_all(self._descriptors.get(self.path), [pages.view(np.uint8).data], offset)
         _check(pages, range(len(pages)))
         entries = pages["entries"].reshape(-1)
         low = entries["low"]
@@ -180,14 +174,11 @@ class IndexFile:
         """Close the file once no thread reads it any more."""
         self._descriptors.forget(self.path)
 
-    def _file(self) -> Descriptor:
-        return self._descriptors.get(self.path)
-
     def _read(self, blocks: Array) -> Array:
         """The pages of some blocks, ``(n, pages of a block)``; reads ahead if the disk is slow."""
         pages = np.empty((len(blocks), self._pages_per_block), _PAGE)
         size = self._pages_per_block * _PAGE.itemsize
-        view, file, fs = pages.view(np.uint8).reshape(-1).data, self._file(), self._fs
+        view, file, fs = pages.view(np.uint8).reshape(-1).data, self._descriptors.get(self.path), self._fs
         offsets: list[int] = (blocks * size).tolist()
         places = list(zip(range(0, len(view), size), offsets, strict=True))
         is_slow, read = fs.is_away(file), fs.read

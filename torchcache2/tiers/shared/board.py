@@ -127,8 +127,7 @@ class _Word:
         self.place = place
 
     def __get__(self, board: Board, _: type) -> int:
-        number: int = board.words[self.place]
-        return number
+        return int(board.words[self.place])
 
     def __set__(self, board: Board, value: int) -> None:
         board.words[self.place] = value

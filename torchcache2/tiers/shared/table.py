@@ -215,8 +215,7 @@ class SharedTable:
     @property
     def is_live(self) -> bool:
         """Whether no process has dropped it."""
-        inode, dropped = self._inodes
-        return bool(inode == self.region.inode != dropped)
+        return bool(self._inodes[0] == self.region.inode != self._inodes[1])
 
     @property
     def is_dropped(self) -> bool:
