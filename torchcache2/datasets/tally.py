@@ -69,8 +69,8 @@ class Tally:
         words = np.zeros(size, np.int64) if region is None else region.array("<i8", 0, size)
         self._table = words.reshape(_PROCESSES + 1, _WORDS)
         self._numbers = words.data  # reading one is several times faster than from an array
-        self._lock, self._row = ProcessLock(), 0
-        self._owner: Any = None  # the lock of the process whose row it is
+        # The owner is the lock of the process whose row it is.
+        self._lock, self._row, self._owner = ProcessLock(), 0, object()
 
     def __getstate__(self) -> Any:
         return () if self._region is None else tuple(self._region.place)
