@@ -223,7 +223,7 @@ class ModuleCache:
         why. The namespace is compared with this module's previous one; if there is none, with that of another
         module of its class under the same decorator; or else with the last used one in the cache directory.
         If the namespace is unchanged, the arguments of the last two calls are compared. At the end comes what
-        `ignore` leaves out.
+        `ignore` leaves out, and which parts no cached method uses.
         """
         asked = self.of(method) if method is not None else self.methods.get(self._owner.last, self)
         return asked._explained()
@@ -242,7 +242,8 @@ class ModuleCache:
         names = self._known.signature.ignored - {*self.keeper.ignored}
         paths = [*self.keeper.ignored, *[f"argument {name}" for name in sorted(names)]]
         ignored = at_most([f"left out by ignore: {path}" for path in paths])
-        return "\n".join([text, *ignored])
+        unused = at_most([f"left out, as no cached method uses it: {path}" for path in self.keeper.unused])
+        return "\n".join([text, *ignored, *unused])
 
     warmup, estimate = warm_up, estimate  # methods; documented in `warmup.py`
 

@@ -93,6 +93,7 @@ class NamespaceKeeper:
         # Namespaces that may have rows of other weights, as an edit was noticed late.
         self.mistaken: list[bytes] = []
         self.ignored: list[str] = []  # paths left out by the user's `ignore`
+        self.unused: list[str] = []  # paths of parts that no called method uses
         self.arguments: set[str] = set()  # those that it may leave out
         self.walks = 0  # how often code and attributes have been read
         self.methods: set[str] = set()  # methods of an object that are called from outside
@@ -254,7 +255,7 @@ class NamespaceKeeper:
         self._is_known = False
         self._tensors = TensorWatch(walk.tensors, self._tensors)
         self.ignored, self.unread, self.generators = sorted(walk.ignored), walk.unread, walk.generators
-        self.lazies, self._loaded = walk.lazies, walk.loaded
+        self.lazies, self._loaded, self.unused = walk.lazies, walk.loaded, walk.unused()
         for lazy in self.lazies:
             lazy.watchers.add(self)
         parts = [part for part, _, _ in walk.modules if isinstance(part, nn.Module)]
