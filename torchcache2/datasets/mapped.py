@@ -113,7 +113,7 @@ class Map:
         self.keeper = keeper = self.owner.keeper(settings)
         keeper.name = self.title = getattr(function, "__name__", type(function).__name__)
         if not isinstance(root, types.FunctionType):
-            keeper.methods = {self.method}
+            keeper.methods = keeper.called = {self.method}
         keeper.arguments |= set(settings.ignore)  # they may be paths of the samples
         usual = Signature(_by_index, shared=(), content=FileDigests(None).of).bind((_ONE,), {}).context
         keeper.beside = {f"samples {name}": data for name, data in samples.parts.items()}

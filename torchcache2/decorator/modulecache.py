@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from torchcache2.core.errors import NotCachedError, OptionError
 from torchcache2.core.logs import logger
@@ -41,6 +42,8 @@ from torchcache2.identity.encoding import qualified_name
 from torchcache2.identity.fingerprint import Fingerprint, at_most
 from torchcache2.identity.marks import ADDED_ATTRIBUTE
 from torchcache2.identity.namespace import History, NamespaceKeeper
+from torchcache2.identity.reach import unused_parts
+from torchcache2.identity.sourcecode import CompiledTexts
 
 Plain = Callable[..., Any]
 _CPU = torch.device("cpu")
@@ -62,22 +65,30 @@ class Owner:
         self.last = ""  # the method of the last call
         self._keepers: dict[tuple[Any, ...], NamespaceKeeper] = {}
 
-    def keeper(self, settings: CacheSettings) -> NamespaceKeeper:
-        """The keeper of the object's namespace, by the options that are part of it."""
+    def keeper(self, settings: CacheSettings, unused: frozenset[str] = frozenset()) -> NamespaceKeeper:
+        """The keeper of a namespace of the object, by the options and the parts that are (not) part of it."""
         names = ("persistent_module_hash", "version", "code_version", "cache_dtype", "distributed", "ignore")
-        options = tuple(getattr(settings, name) for name in names)
-        if options not in self._keepers:
-            keeper = NamespaceKeeper("a cache without a module", settings, self.history)
+        key = *[getattr(settings, name) for name in names], unused
+        if key not in self._keepers:
+            keeper = NamespaceKeeper("a cache without a module", settings, self.history, left=unused)
             self.history = keeper.history
-            self._keepers[options] = keeper
-        return self._keepers[options]
+            self._keepers[key] = keeper
+        return self._keepers[key]
 
-    def add(self, name: str, cache: ModuleCache) -> None:
-        """Register the cache of a method."""
+    def add(self, name: str, cache: ModuleCache, unused: frozenset[str] | None = None) -> None:
+        """Register the cache of a method; methods that leave the same parts `unused` have one namespace."""
         self.methods[name] = cache
+        if name not in cache.keeper.called:
+            root = self.root()
+            if unused is None:
+                is_module = isinstance(root, nn.Module)
+                unused = frozenset(unused_parts(root, [name], CompiledTexts()) if is_module else ())
+            cache.keeper = cache._known.keeper = self.keeper(cache.settings, unused)
+            cache.keeper.called = {*cache.keeper.called, name}
+            cache.keeper.reset()
         for keeper in self._keepers.values():
-            if name not in keeper.methods:
-                keeper.methods = {*keeper.methods, name}
+            if not keeper.methods >= {*self.methods}:
+                keeper.methods = {*keeper.methods, *self.methods}
                 keeper.reset()
 
 
@@ -130,12 +141,12 @@ class ModuleCache:
         """
         self.method, self._others = method, tuple(map(inspect.signature, others))
         self._owner.root = weakref.ref(root)
+        if not _is_function(root):
+            self._owner.add(method, self)
         self.keeper.name = root.__name__ if _is_function(root) else type(root).__name__
         self._read_signature(plain)
         self._known.runner.bind(plain)
         self.engine.name = self.name
-        if not _is_function(root):
-            self._owner.add(method, self)
 
     def _read_signature(self, plain: Plain) -> None:
         shared, items = (
@@ -250,12 +261,16 @@ class ModuleCache:
     def description(self, namespace: bytes) -> dict[str, Any]:
         """A description of the namespace as JSON, for people and `explain`."""
         document = self.engine.document()
-        document |= {"class": self._class(), "label": self.settings.label, "methods": sorted(self.methods)}
+        document |= {"class": self._class(), "label": self.settings.label, "methods": self._methods()}
         fingerprint = self.fingerprint  # read once: another thread may change it
         if fingerprint.namespace == namespace:
             document["parts"] = {name: data.hex() for name, data in fingerprint.parts.items()}
             document["values"] = dict(fingerprint.values)
         return document
+
+    def _methods(self) -> list[str]:
+        """The methods with this one's namespace."""
+        return sorted(name for name, one in self.methods.items() if one.keeper is self.keeper)
 
     def call(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The output of ``forward(*args, **kwargs)``."""
@@ -529,7 +544,7 @@ class ModuleCache:
         """Close only this cache: its method is no longer cached."""
         if self._owner.methods.get(self.method) is self:
             del self._owner.methods[self.method]
-        others = self._owner.methods.values()  # their rows are in the same namespace
+        others = self._owner.methods.values()  # their rows may be in the same namespace
         self.engine.close(forgets=all(one.engine.tiers is not self.engine.tiers for one in others))
 
     def _drop_mistaken(self) -> None:
@@ -582,9 +597,9 @@ class ModuleCache:
         twin.method, twin._others = self.method, self._others
         twin._known.signature = self._known.signature
         twin._is_without_grad = self._is_without_grad
-        twin.keeper.name, twin.engine.name = self.keeper.name, self.engine.name
         twin._owner.root = weakref.ref(copy)
-        twin._owner.add(twin.method, twin)
+        twin._owner.add(twin.method, twin, self.keeper.left)  # the copy has no parts yet
+        twin.keeper.name, twin.engine.name = self.keeper.name, self.engine.name
         twin.kept = deepcopy(self.kept, memo)
         return twin
 

@@ -82,7 +82,13 @@ class NamespaceKeeper:
     """
 
     def __init__(
-        self, name: str, settings: CacheSettings, history: History | None = None, *, is_argument: bool = False
+        self,
+        name: str,
+        settings: CacheSettings,
+        history: History | None = None,
+        *,
+        is_argument: bool = False,
+        left: frozenset[str] = frozenset(),
     ) -> None:
         self.name = name
         self._is_argument = is_argument
@@ -97,6 +103,8 @@ class NamespaceKeeper:
         self.arguments: set[str] = set()  # those that it may leave out
         self.walks = 0  # how often code and attributes have been read
         self.methods: set[str] = set()  # methods of an object that are called from outside
+        self.called: set[str] = set()  # those whose namespace this is
+        self.left = left  # the parts that they did not use when they were added
         self.lazies: list[Lazy] = []  # lazily loaded modules
         self.beside: dict[str, bytes] = {}  # parts that are not the module's, such as of samples
         self.texts: dict[str, str] = {}  # and their texts
@@ -234,6 +242,7 @@ class NamespaceKeeper:
                 ignore=self._settings.ignore,
                 reads_all=self._is_argument,
                 methods=self.methods,
+                called=self.called,
             )
         except ShardedError as stop:
             self._facts, self._sharded = Facts(sharded=str(stop)), stop.part

@@ -74,9 +74,12 @@ class _Reach:
 
     def used(self, methods: Collection[str]) -> set[str]:
         """All names that the code of these methods, and of what they call, takes."""
-        for name in [*methods, *(["__getattr__"] if self._of_user("__getattr__") else [])]:
+        hidden = [name for name in ("__getattr__", "__call__") if self._of_user(name)]
+        for name in [*methods, *hidden]:
             self._take(name)
-        if self._of_user("__getattribute__") or (self._stored and self._of_user("__setattr__", "__delattr__")):
+        if self._of_user("__getattribute__") or (
+            self._stored and self._of_user("__setattr__", "__delattr__")
+        ):
             raise _DoubtError
         for name in self._absent:
             is_there = name in self._stored or name[:2] == "__" or self._found(name) is not None
@@ -89,7 +92,7 @@ class _Reach:
         return any(one is not None and one[0] not in (nn.Module, object) for one in found)
 
     def _found(self, name: str, after: type | None = None) -> tuple[type, Any] | None:
-        """The class that has an attribute of the module, and its value there; `after` a class, for ``super``."""
+        """The class with an attribute of the module, and its value there; `after` a class, for ``super``."""
         mro = self._mro[self._mro.index(after) + 1 :] if after is not None else self._mro
         for base in mro:
             value = vars(base).get(name, _MISSING)
@@ -123,9 +126,10 @@ class _Reach:
             for function in functions:
                 if function is not None:
                     self._follow(function)
-        elif type(value) not in (staticmethod, classmethod):
-            if hasattr(type(value), "__get__") or hasattr(type(value), "__set__"):
-                raise _DoubtError
+        elif type(value) not in (staticmethod, classmethod) and (
+            hasattr(type(value), "__get__") or hasattr(type(value), "__set__")
+        ):
+            raise _DoubtError
 
     def _follow(self, function: Any) -> None:
         """Follow a function that gets the module as its first argument."""
@@ -175,10 +179,9 @@ class _Reading:
         nodes = list(ast.walk(function))
         self._function, self._bound = function, bound_in(nodes)
         self._parents = {inner: node for node in nodes for inner in ast.iter_child_nodes(node)}
-        arguments = function.args
-        self._names = [one.arg for one in (*arguments.posonlyargs, *arguments.args)]
-        self._is_packed = not self._names and arguments.vararg is not None  # ``def wrapper(*args, **kwargs)``
-        first = arguments.vararg.arg if self._is_packed else self._names[0] if self._names else None
+        self._names = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
+        packed = function.args.vararg if not self._names else None  # of ``def wrapper(*args, **kwargs)``
+        first = packed.arg if packed is not None else next(iter(self._names), None)
         self.uses = _Uses(set(), set(), set(), set(), set())
         for node in nodes:
             named = [getattr(node, field, None) for field in ("id", "attr", "name")]
@@ -187,7 +190,7 @@ class _Reading:
             if isinstance(node, ast.Name) and node.id == "super":
                 self._above(node)
             elif isinstance(node, ast.Name) and node.id == first:
-                (self._packed if self._is_packed else self._object)(node)
+                (self._object if packed is None else self._packed)(node)
         if self._bound.count(first) > 1 or not self.uses.given.isdisjoint(self._bound):
             raise _DoubtError
 
@@ -231,18 +234,18 @@ class _Reading:
                 raise _DoubtError
             self.uses.absent.add(function.attr)  # type: ignore[attr-defined]
 
-    def _attribute(self, node: ast.Attribute) -> None:
+    def _attribute(self, node: Any) -> None:
         """Note ``self.name``, ``self.__dict__["name"]`` and ``name in self.__dict__``."""
-        above, name = self._parents[node], node.attr
+        above: Any = self._parents[node]
+        name = node.attr
         if name == "__dict__":
             is_asked = isinstance(above, ast.Compare) and above.comparators == [node]
-            if is_asked and isinstance(above.ops[0], (ast.In, ast.NotIn)):  # type: ignore[attr-defined]
+            if is_asked and isinstance(above.ops[0], (ast.In, ast.NotIn)):
                 return
             is_item = isinstance(above, ast.Subscript) and above.value is node
-            name = getattr(above.slice, "value", None) if is_item else None  # type: ignore[attr-defined]
+            node, name = above, getattr(above.slice, "value", None) if is_item else None
             if not isinstance(name, str):
                 raise _DoubtError
-            node = above  # type: ignore[assignment]
         self.uses.names.add(name)
         if not isinstance(node.ctx, ast.Load):
             self.uses.stored.add(name)

@@ -142,7 +142,8 @@ class Walk(CodeWalk):
 
     A nested walk gets the outer walk's `labels`, by id. Ends with a `ShardedError` at a sharded module. With
     `reads_all`, even attributes that no code reads count. `methods` are the called methods of an object:
-    unless they are just a module's forward, all of its methods count. The `settings` name the folder with
+    unless they are just a module's forward, all of its methods count; parts that those among them that are
+    `called` do not use are left out. The `settings` name the folder with
     remembered digests of files. A path in `places` counts as its number.
     """
 
@@ -159,6 +160,7 @@ class Walk(CodeWalk):
         reads_all: bool = False,
         ignore: Iterable[str] = (),
         methods: Collection[str] = (),
+        called: Collection[str] = (),
         places: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__(tokens, texts, ignore)
@@ -191,7 +193,7 @@ class Walk(CodeWalk):
         self._kept: dict[int, Any] = {}  # by id, functions whose results were read, and those that count
         # By id, modules with their parts that no called method uses, by kind and name.
         self._unused: dict[int, tuple[nn.Module, str, dict[tuple[str, str], Any]]] = {}
-        self.called = NOBODY if reads_all else (root, methods)
+        self.called = (root, called)
         self._read(root)
 
     def _read(self, root: Any) -> None:
@@ -561,7 +563,7 @@ class Walk(CodeWalk):
     def _read_unused(self) -> bool:
         """Write the parts left out so far if unknown code may use them; returns whether there were any."""
         is_unknown = self.unread != [] or "__self__" in self._taken_names
-        return is_unknown and any([self._use(module, None) for module, _, _ in [*self._unused.values()]])
+        return is_unknown and any(self._use(module, None) for module, _, _ in [*self._unused.values()])
 
     def unused(self) -> list[str]:
         """The paths of the parts that are left out, as no called method uses them."""
