@@ -21,6 +21,7 @@ from torch import nn
 
 from torchcache2.core.errors import NotCachedError, OptionError
 from torchcache2.core.logs import logger
+from torchcache2.core.private import MODULES
 from torchcache2.core.settings import CacheSettings, disabled_by_environment, strict_by_environment
 from torchcache2.core.sizes import is_out_of_memory
 from torchcache2.decorator import bypass
@@ -65,27 +66,26 @@ class Owner:
         self.last = ""  # the method of the last call
         self._keepers: dict[tuple[Any, ...], NamespaceKeeper] = {}
 
-    def keeper(self, settings: CacheSettings, unused: frozenset[str] = frozenset()) -> NamespaceKeeper:
-        """The keeper of a namespace of the object, by the options and the parts that are (not) part of it."""
+    def keeper(self, settings: CacheSettings, left: tuple[str, ...] = ()) -> NamespaceKeeper:
+        """The keeper of a namespace of the object, by its options, and the parts of the object left out."""
         names = ("persistent_module_hash", "version", "code_version", "cache_dtype", "distributed", "ignore")
-        key = *[getattr(settings, name) for name in names], unused
+        key = *[getattr(settings, name) for name in names], left
         if key not in self._keepers:
-            keeper = NamespaceKeeper("a cache without a module", settings, self.history, left=unused)
+            keeper = NamespaceKeeper("a cache without a module", settings, self.history, left=left)
             self.history = keeper.history
             self._keepers[key] = keeper
         return self._keepers[key]
 
-    def add(self, name: str, cache: ModuleCache, unused: frozenset[str] | None = None) -> None:
-        """Register the cache of a method; methods that leave the same parts `unused` have one namespace."""
+    def add(self, name: str, cache: ModuleCache) -> None:
+        """Register the cache of a method; methods that use the same parts have one namespace."""
         self.methods[name] = cache
         if name not in cache.keeper.called:
-            root = self.root()
-            if unused is None:
-                is_module = isinstance(root, nn.Module)
-                unused = frozenset(unused_parts(root, [name], CompiledTexts()) if is_module else ())
-            cache.keeper = cache._known.keeper = self.keeper(cache.settings, unused)
-            cache.keeper.called = {*cache.keeper.called, name}
-            cache.keeper.reset()
+            root, left = self.root(), cache.keeper.left
+            if isinstance(root, nn.Module) and MODULES in vars(root):  # else it is being copied
+                left = tuple(sorted(unused_parts(root, [name], CompiledTexts())))
+            cache.keeper = cache._known.keeper = keeper = self.keeper(cache.settings, left)
+            keeper.called = {*keeper.called, name}
+            keeper.reset()
         for keeper in self._keepers.values():
             if not keeper.methods >= {*self.methods}:
                 keeper.methods = {*keeper.methods, *self.methods}
@@ -98,7 +98,7 @@ class ModuleCache:
     Each cached method has one; an object's first one is its ``cache_instance``, which represents all of them.
     Caches of one decorator share `tiers`, `probes`, and the `history` that `explain` uses; those `beside`
     each other belong to one object, and share its `owner`. ``names(namespace, call)`` makes the keys of a
-    call's items, if these have names of their own.
+    call's items, if these have names of their own. A copy's original has `left` these parts out of its key.
     """
 
     __module__ = "torchcache2"
@@ -112,6 +112,7 @@ class ModuleCache:
         beside: ModuleCache | None = None,
         owner: Owner | None = None,
         names: Names | None = None,
+        left: tuple[str, ...] = (),
     ) -> None:
         if beside is not None and tiers is None and settings.shares_tiers_with(beside.settings):
             tiers = beside.engine.tiers
@@ -123,7 +124,7 @@ class ModuleCache:
         self._made = now()
         self.method = "forward"
         self._sealed: tuple[bytes, torch.device] | None = None  # the namespace, and where outputs were made
-        self.keeper = self._owner.keeper(settings)
+        self.keeper = self._owner.keeper(settings, left)
         self._known = Known(settings, self.keeper, Runner(self._owner.thread), names)
         self._calls: deque[CallSeen] = deque(maxlen=2)
         self._backoff = Backoff(4, 16)
@@ -592,24 +593,27 @@ class ModuleCache:
         if copy is None:
             return self
         first = memo.get(id(self._owner))  # the copy of another method's cache
-        twin = ModuleCache(self.settings, self.engine.tiers, self.keeper.history, self._probes, first)
+        history, left = self.keeper.history, self.keeper.left
+        twin = ModuleCache(self.settings, self.engine.tiers, history, self._probes, first, left=left)
         memo.setdefault(id(self._owner), twin)
         twin.method, twin._others = self.method, self._others
         twin._known.signature = self._known.signature
         twin._is_without_grad = self._is_without_grad
         twin._owner.root = weakref.ref(copy)
-        twin._owner.add(twin.method, twin, self.keeper.left)  # the copy has no parts yet
+        twin._owner.add(twin.method, twin)
         twin.keeper.name, twin.engine.name = self.keeper.name, self.engine.name
         twin.kept = deepcopy(self.kept, memo)
         return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
         first = next(iter(self.methods.values()))
-        return _load_cache, (self.settings, None if first is self else first)
+        return _load_cache, (self.settings, None if first is self else first, self.keeper.left)
 
 
-def _load_cache(settings: CacheSettings, first: ModuleCache | None = None) -> ModuleCache:
-    return ModuleCache(settings, beside=first)
+def _load_cache(
+    settings: CacheSettings, first: ModuleCache | None = None, left: tuple[str, ...] = ()
+) -> ModuleCache:
+    return ModuleCache(settings, beside=first, left=left)
 
 
 def _is_function(root: Any) -> bool:

@@ -88,7 +88,7 @@ class NamespaceKeeper:
         history: History | None = None,
         *,
         is_argument: bool = False,
-        left: frozenset[str] = frozenset(),
+        left: tuple[str, ...] = (),
     ) -> None:
         self.name = name
         self._is_argument = is_argument
