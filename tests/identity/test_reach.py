@@ -1,5 +1,6 @@
 """Only the parts that the cached methods use count: the rest may have any weights."""
 
+import contextvars
 import functools
 import inspect
 import operator
@@ -391,6 +392,150 @@ class AnyName(nn.Module):
 class Alias(AnyName, Coder):
     def encode(self, x):
         return self.alias(x)
+
+
+@case(counts=True)
+class AskedForAnyName(Hidden, Coder):
+    def encode(self, x):
+        return self.__getattr__(NAME)(x)
+
+
+@case(counts=True)
+class Memory(Coder):
+    def __init__(self):
+        super().__init__()
+        self.enc.weight = nn.Parameter(self.dec.weight.detach())
+
+    def encode(self, x):
+        return self.enc(x)
+
+
+@case(counts=True)
+class ByGlobals(Coder):
+    def __init__(self):
+        super().__init__()
+        REGISTRY["model"] = weakref.ref(self)
+
+    def encode(self, x):
+        return found(x)
+
+
+def found(x):
+    return getattr(globals()["REGISTRY"]["model"](), NAME)(x)
+
+
+@case(counts=True)
+class ByFrames(Coder):
+    def encode(self, x):
+        return above(x)
+
+
+def above(x):
+    return getattr(inspect.currentframe().f_back.f_locals["self"], NAME)(x)
+
+
+@case(counts=True)
+class HookOfTheClass(Coder):
+    def _begin(self):
+        type(self)._hook = types.SimpleNamespace(before=sums)
+
+    @passing
+    def encode(self, x):
+        self._begin()
+        return self.enc(x)
+
+
+@case(counts=True)
+class OddlyPacked(Coder):
+    def _first(*args):
+        return getattr(args[0], NAME)(args[1])
+
+    def encode(self, x):
+        return self._first(x)
+
+
+@case(counts=True)
+class AllOfIt(Coder):
+    me = lambda *args: args  # noqa: E731
+
+    def encode(self, x):
+        return getattr(self.me()[0], NAME)(x)
+
+
+class Slotted:
+    __slots__ = ("owner",)
+
+
+@case(counts=True)
+class InSlots(Coder):
+    def __init__(self):
+        super().__init__()
+        self.slotted = Slotted()
+        self.slotted.owner = self
+
+    def encode(self, x):
+        return getattr(self.slotted.owner, NAME)(x)
+
+
+@case(counts=True)
+class ByProxy(Coder):
+    def __init__(self):
+        super().__init__()
+        self.child = Child(parent=weakref.proxy(self))
+
+    def encode(self, x):
+        return self.child(x)
+
+
+@case(counts=True)
+class AtTensor(Coder):
+    def __init__(self):
+        super().__init__()
+        self.enc.weight.owner = self
+
+    def encode(self, x):
+        return getattr(self.enc.weight.owner, NAME)(x)
+
+
+@case(counts=True)
+class InEnvironment(Coder):
+    def __init__(self):
+        super().__init__()
+        self.variable = contextvars.ContextVar("variable", default=self)
+
+    def encode(self, x):
+        return getattr(self.variable.get(), NAME)(x)
+
+
+@case(counts=True)
+class Everywhere(Coder):
+    models = []  # noqa: RUF012
+
+    def __init__(self):
+        super().__init__()
+        self.models[:] = [self]
+
+    def encode(self, x):
+        return getattr(self.models[0], NAME)(x)
+
+
+@case(counts=True)
+class Remembered(Coder):
+    def __init__(self):
+        super().__init__()
+        self.me = functools.lru_cache(lambda: self)
+
+    def encode(self, x):
+        return getattr(self.me(), NAME)(x)
+
+
+@case(counts=True)
+class OwnCall(Coder):
+    def encode(self, x):
+        return self.enc(x)
+
+    def __call__(self, x):
+        return getattr(self, NAME)(x)
 
 
 @case(counts=True)

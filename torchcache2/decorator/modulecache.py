@@ -64,6 +64,7 @@ class Owner:
         self.history = history
         self.methods: weakref.WeakValueDictionary[str, ModuleCache] = weakref.WeakValueDictionary()
         self.last = ""  # the method of the last call
+        self._peers = weakref.WeakSet[NamespaceKeeper]()
         self._keepers: dict[tuple[Any, ...], NamespaceKeeper] = {}
 
     def keeper(self, settings: CacheSettings, left: tuple[str, ...] = ()) -> NamespaceKeeper:
@@ -72,7 +73,8 @@ class Owner:
         key = *[getattr(settings, name) for name in names], left
         if key not in self._keepers:
             keeper = NamespaceKeeper("a cache without a module", settings, self.history, left=left)
-            self.history = keeper.history
+            self.history, keeper.peers = keeper.history, self._peers
+            self._peers.add(keeper)
             self._keepers[key] = keeper
         return self._keepers[key]
 

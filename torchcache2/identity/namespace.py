@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -104,6 +104,7 @@ class NamespaceKeeper:
         self.walks = 0  # how often code and attributes have been read
         self.methods: set[str] = set()  # methods of an object that are called from outside
         self.called: set[str] = set()  # those whose namespace this is
+        self.peers: Collection[NamespaceKeeper] = ()  # of other methods of the object
         self.left = left  # the parts that they did not use when they were added
         self.lazies: list[Lazy] = []  # lazily loaded modules
         self.beside: dict[str, bytes] = {}  # parts that are not the module's, such as of samples
@@ -188,7 +189,8 @@ class NamespaceKeeper:
                 if guard is not None and guard.same(module) and guard.contents_same():
                     return _told(found)
                 containers = {} if guard is None else guard.changed_containers()
-                self._guard = None
+                for one in {self, *self.peers}:
+                    one._guard = None
                 # An assigned value may equal the old one: pruning, for example, assigns weights each time.
                 try:
                     if self.look(root).namespace == before.namespace:
@@ -209,8 +211,9 @@ class NamespaceKeeper:
 
     def distrust_tensors(self) -> None:
         """Read the tensors again next time: an optimizer may change them without their version counters."""
-        with self._lock():
-            self._tensors.forget()
+        for one in {self, *self.peers}:
+            with one._lock():
+                one._tensors.forget()
 
     def distrust_structure(self, *, large: bool) -> None:
         """Read all again next time, unless each change is noticed; with `large`, also in large containers."""

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from torchcache2.core.errors import attribute
-from torchcache2.core.private import HOOKS, PRE_HOOKS, buffers_of, children_of, parameters_of
+from torchcache2.core.private import GLOBAL_HOOKS, HOOKS, PRE_HOOKS, buffers_of, children_of, parameters_of
 from torchcache2.identity import marks
 from torchcache2.identity.names import bound_in, taken_by, unmangled
 from torchcache2.identity.sourcecode import CompiledTexts, cells_of, function_source, parse
@@ -26,13 +26,9 @@ from torchcache2.identity.sourcecode import CompiledTexts, cells_of, function_so
 _MISSING = object()
 _INTERNAL = vars(nn.Module()).keys() - {"training"}
 _BUILTINS = ("getattr", "hasattr", "super", "type")
-# By these, code reaches objects that it does not name.
-_UNNAMED = frozenset(
-    (
-        *("locals", "vars", "dir", "eval", "exec", "_getframe", "currentframe", "f_locals", "getargvalues"),
-        *("__self__", "__closure__", "get_referrers", "get_objects"),
-    )
-)
+# By these, code finds objects that it does not name, and changes them.
+UNNAMED = frozenset(("__self__", "globals", "f_locals", "getargvalues", "get_referrers", "get_objects"))
+_DYNAMIC = ("locals", "vars", "dir", "eval", "exec", "setattr", "delattr")
 
 
 class _DoubtError(Exception):
@@ -43,7 +39,7 @@ class _Uses(NamedTuple):
     """How a function uses its first argument, an object."""
 
     names: set[str]  # its attributes
-    stored: set[str]  # those that are set or deleted
+    stored: set[str]  # those that are set or deleted, of any object
     above: set[str]  # attributes of ``super()``
     given: set[str]  # variables: functions that get the object as their first argument
     absent: set[str]  # attributes without which the object reaches nobody else
@@ -54,7 +50,8 @@ def unused_parts(module: nn.Module, methods: Collection[str], texts: CompiledTex
     own = vars(module)
     parts = {*parameters_of(module), *buffers_of(module), *children_of(module)}
     is_odd = isinstance(module, torch.fx.GraphModule) or marks.LAZY_ATTRIBUTE in own
-    if is_odd or "parametrizations" in parts or any(own.get(hooks) for hooks in (PRE_HOOKS, HOOKS)):
+    is_hooked = any((*GLOBAL_HOOKS, own.get(PRE_HOOKS), own.get(HOOKS)))
+    if is_odd or is_hooked or "parametrizations" in parts:
         return set()
     try:
         used = _Reach(module, texts).used(methods)
@@ -148,6 +145,8 @@ class _Reach:
         self._stored |= uses.stored
         self._absent |= uses.absent
         for name in uses.names:
+            if name == "__getattr__":  # called with any name
+                raise _DoubtError
             self._take(name)
         for name in uses.above:
             owner = cells.get("__class__")
@@ -184,8 +183,11 @@ class _Reading:
         first = packed.arg if packed is not None else next(iter(self._names), None)
         self.uses = _Uses(set(), set(), set(), set(), set())
         for node in nodes:
-            named = [getattr(node, field, None) for field in ("id", "attr", "name")]
-            if not _UNNAMED.isdisjoint(named):
+            if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+                self.uses.stored.add(node.attr)
+            if not UNNAMED.isdisjoint(getattr(node, field, None) for field in ("id", "attr", "name")):
+                raise _DoubtError
+            if isinstance(node, ast.Name) and node.id in _DYNAMIC:
                 raise _DoubtError
             if isinstance(node, ast.Name) and node.id == "super":
                 self._above(node)
@@ -197,7 +199,7 @@ class _Reading:
     def _packed(self, node: ast.Name) -> None:
         """Note ``function(*args, …)``."""
         star = self._parents[node]
-        call = self._parents[star]
+        call = self._parents.get(star)
         if not (isinstance(star, ast.Starred) and isinstance(call, ast.Call) and call.args[:1] == [star]):
             raise _DoubtError
         self._give(call.func)
@@ -247,18 +249,19 @@ class _Reading:
             if not isinstance(name, str):
                 raise _DoubtError
         self.uses.names.add(name)
-        if not isinstance(node.ctx, ast.Load):
-            self.uses.stored.add(name)
+        self.uses.stored.update(() if isinstance(node.ctx, ast.Load) else (name,))
 
     def _above(self, node: ast.Name) -> None:
         """Note ``super().name``."""
         call = self._parents[node]
-        taken = self._parents[call]
+        taken = self._parents.get(call)
+        is_plain = isinstance(call, ast.Call) and call.func is node and not call.args and not call.keywords
+        if not is_plain or not isinstance(taken, ast.Attribute):
+            raise _DoubtError
         around: Any = taken
         while not isinstance(around, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
             around = self._parents[around]
-        is_plain = isinstance(call, ast.Call) and call.func is node and not call.args and not call.keywords
-        if not is_plain or not isinstance(taken, ast.Attribute) or around is not self._function:
+        if around is not self._function:
             raise _DoubtError
         if taken.attr == "__getattr__":  # of the name that Python looks for, which counts where it is named
             asked = self._parents[taken]

@@ -64,7 +64,7 @@ from torchcache2.identity.fingerprint import Fingerprint
 from torchcache2.identity.guard import MUTABLE, alike, content
 from torchcache2.identity.libraries import ShardedError, sharding
 from torchcache2.identity.names import is_plain, unmangled
-from torchcache2.identity.reach import unused_parts
+from torchcache2.identity.reach import UNNAMED, unused_parts
 from torchcache2.identity.sourcecode import HEAP_TYPE, CompiledTexts
 
 _FORMAT = 3
@@ -494,6 +494,7 @@ class Walk(CodeWalk):
         if isinstance(module, nn.Module):
             tensors = [*private.parameters_of(module).items(), *private.buffers_of(module).items()]
             children = self.without_ignored(private.children_of(module), where)
+            tensors = [(name, one) for name, one in tensors if one is not None]
             found = [("tensor", name, one) for name, one in tensors if not self.ignores(one, where + name)]
             found += [("child", *item) for item in children.items()]
             unused = self._unused_by(module, called)
@@ -561,9 +562,20 @@ class Walk(CodeWalk):
         return used != []
 
     def _read_unused(self) -> bool:
-        """Write the parts left out so far if unknown code may use them; returns whether there were any."""
-        is_unknown = self.unread != [] or "__self__" in self._taken_names
-        return is_unknown and any(self._use(module, None) for module, _, _ in [*self._unused.values()])
+        """Write the parts left out so far if unknown code may use them; returns whether there were any.
+
+        Also those that share memory with others: an edit of one does not move the counter of the other.
+        """
+        waiting = [(module, [*left.values()]) for module, _, left in self._unused.values() if left]
+        if not waiting:
+            return False
+        is_unknown = self.unread != [] or not UNNAMED.isdisjoint(self._taken_names)
+        known = set() if is_unknown else set(map(_memory, self.tensors.values())) - {0}
+        return any(
+            self._use(module, None)
+            for module, parts in waiting
+            if is_unknown or not known.isdisjoint(map(_memory, chain.from_iterable(map(_weights, parts))))
+        )
 
     def unused(self) -> list[str]:
         """The paths of the parts that are left out, as no called method uses them."""
@@ -689,6 +701,18 @@ def _class_alone(walk: Walk, value: Any, path: str) -> bytes:
 def _function(walk: Walk, value: types.FunctionType, path: str) -> bytes:
     compiled = vars(value).get(private.COMPILED_FROM)
     return walk.function(value, path) if compiled is None else walk.encode(compiled, path)
+
+
+def _weights(part: Any) -> Iterable[Tensor]:
+    return [part] if isinstance(part, Tensor) else libraries.weights_of(part)
+
+
+def _memory(tensor: Tensor) -> int | None:
+    """The address of a tensor's memory; None if unknown."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except Exception:  # it is not dense, or not initialised
+        return None
 
 
 def _builtin(walk: Walk, value: Any, path: str) -> bytes:
