@@ -241,6 +241,38 @@ class PassedSecond(Coder):
         return 0 * sums(one) * number
 
 
+class Around:
+    def __init__(self, one):
+        self.one = one
+
+
+@case(counts=True)
+class PassedToClass(Coder):
+    def encode(self, x):
+        return getattr(Around(self).one, NAME)(x)
+
+
+@case(counts=True)
+class PassedToLocal(Coder):
+    def encode(self, x):
+        encoded = getattr(Coder, "decode")  # noqa: B009
+        return encoded(self, x) if NAME else self.helper(x)
+
+    def decode(self, x):
+        return x
+
+
+def chosen(*args):
+    encoded = decoded
+    return encoded(*args)
+
+
+@case(counts=True)
+class PackedForLocal(Coder):
+    def encode(self, x):
+        return chosen(self, x)
+
+
 @case(counts=True)
 class Stored(Coder):
     def encode(self, x):
@@ -398,6 +430,36 @@ class Alias(AnyName, Coder):
 class AskedForAnyName(Hidden, Coder):
     def encode(self, x):
         return self.__getattr__(NAME)(x)
+
+
+@case(counts=True)
+class OtherNameOfFallback(Hidden, Coder):
+    find = Hidden.__getattr__
+
+    def encode(self, x):
+        return self.find(NAME)(x)
+
+
+find = Hidden.__getattr__
+
+
+@case(counts=True)
+class HelperOfFallback(Hidden, Coder):
+    def encode(self, x):
+        return find(self, NAME)(x)
+
+
+@case(counts=True)
+class Shadowing(Coder):
+    def encode(self, x, type=lambda one: one):  # noqa: A002
+        return getattr(type(self), NAME)(x)
+
+
+@case(counts=True)
+class _(Coder):  # noqa: N801
+    def encode(self, x):
+        self.__name = x
+        return getattr(self, NAME)(x)
 
 
 @case(counts=True)
@@ -821,6 +883,17 @@ def test_tensors_of_the_module_itself():
     assert "\nleft out, as no cached method uses it: dec" in cache_of(module).explain()
 
 
+def test_hooks_of_all_modules():
+    before = namespace(Plain())
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, out: None)
+    two = Plain()
+    with_hook = namespace(two)
+    two.dec.weight.mul_(2)
+    assert len({before, with_hook, cache_of(two).module_hash}) == 3
+    handle.remove()
+    assert cache_of(two).module_hash == before
+
+
 CHANGES = {
     "hook": lambda module: module.register_forward_hook(lambda *call: None),
     "method of the object": lambda module: setattr(module, "helper", types.MethodType(Coder.decode, module)),
@@ -870,6 +943,26 @@ def test_each_method_has_the_parts_that_it_uses():
     assert [misses(one) for one in both] == [0, 4]
     module.enc.weight.mul_(2)
     assert [misses(one) for one in both] == [4, 0]
+
+
+class Table(Coder):
+    def __init__(self):
+        super().__init__()
+        self.table = list(range(1000))
+
+    def encode(self, x):
+        self.table[500] += 1
+        return self.enc(x)
+
+    def decode(self, x):
+        return self.dec(x) * self.table[500]
+
+
+def test_a_method_that_changes_what_another_reads():
+    module = torchcache(Table(), methods=("encode", "decode"))
+    before = module.decode(X)
+    module.encode(X)
+    assert torch.equal(module.decode(X), before / 500 * 501)
 
 
 class WithHead(Coder):

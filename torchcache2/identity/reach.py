@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from torchcache2.core.errors import attribute
-from torchcache2.core.private import GLOBAL_HOOKS, HOOKS, PRE_HOOKS, buffers_of, children_of, parameters_of
+from torchcache2.core.private import BUFFERS, GLOBAL_HOOKS, HOOKS, MODULES, PARAMETERS, PRE_HOOKS
 from torchcache2.identity import marks
 from torchcache2.identity.names import bound_in, taken_by, unmangled
 from torchcache2.identity.sourcecode import CompiledTexts, cells_of, function_source, parse
@@ -48,8 +48,8 @@ class _Uses(NamedTuple):
 def unused_parts(module: nn.Module, methods: Collection[str], texts: CompiledTexts) -> set[str]:
     """The names of the parts of a module that these methods do not use; empty if in doubt."""
     own = vars(module)
-    parts = {*parameters_of(module), *buffers_of(module), *children_of(module)}
-    is_odd = isinstance(module, torch.fx.GraphModule) or marks.LAZY_ATTRIBUTE in own
+    parts = {name for kind in (PARAMETERS, BUFFERS, MODULES) for name in own.get(kind) or ()}
+    is_odd = isinstance(module, (torch.fx.GraphModule, torch.jit.ScriptModule)) or marks.LAZY_ATTRIBUTE in own
     is_hooked = any((*GLOBAL_HOOKS, own.get(PRE_HOOKS), own.get(HOOKS)))
     if is_odd or is_hooked or "parametrizations" in parts:
         return set()
@@ -105,8 +105,9 @@ class _Reach:
         if name in _INTERNAL:
             raise _DoubtError
         if name[:2] == "__" != name[-2:]:
-            for base in self._mro:
-                self._take(f"_{base.__name__.lstrip('_')}{name}", after)
+            owners = [base.__name__.lstrip("_") for base in self._mro]
+            for owner in filter(None, owners):
+                self._take(f"_{owner}{name}", after)
         found = self._found(name, after)
         if found is None or name == "__class__":
             return
@@ -117,7 +118,7 @@ class _Reach:
             own = vars(self._module).get(name, _MISSING)
             if own is not _MISSING and not (marks.is_method(own) and marks.original(own) is None):
                 raise _DoubtError
-            self._follow(value)
+            self._follow(value, name)
         elif type(value) in (property, cached_property):
             functions = [attribute(value, one) for one in ("fget", "fset", "fdel", "func")]
             for function in functions:
@@ -128,10 +129,12 @@ class _Reach:
         ):
             raise _DoubtError
 
-    def _follow(self, function: Any) -> None:
-        """Follow a function that gets the module as its first argument."""
+    def _follow(self, function: Any, name: str = "") -> None:
+        """Follow a function that gets the module as its first argument; `name` is that of a method."""
         function = marks.original(function)
         if not isinstance(function, types.FunctionType):
+            raise _DoubtError
+        if function.__code__.co_name == "__getattr__" != name:  # code may call it with any name
             raise _DoubtError
         if id(function) in self._met:
             return
@@ -144,9 +147,9 @@ class _Reach:
         self._taken |= self._texts.once(taken_by, function.__code__)
         self._stored |= uses.stored
         self._absent |= uses.absent
+        if "__getattr__" in uses.names:
+            raise _DoubtError
         for name in uses.names:
-            if name == "__getattr__":  # called with any name
-                raise _DoubtError
             self._take(name)
         for name in uses.above:
             owner = cells.get("__class__")
@@ -193,8 +196,6 @@ class _Reading:
                 self._above(node)
             elif isinstance(node, ast.Name) and node.id == first:
                 (self._object if packed is None else self._packed)(node)
-        if self._bound.count(first) > 1 or not self.uses.given.isdisjoint(self._bound):
-            raise _DoubtError
 
     def _packed(self, node: ast.Name) -> None:
         """Note ``function(*args, …)``."""
@@ -205,7 +206,7 @@ class _Reading:
         self._give(call.func)
 
     def _give(self, function: Any) -> None:
-        if not isinstance(function, ast.Name):
+        if not isinstance(function, ast.Name) or function.id in self._bound:
             raise _DoubtError
         self.uses.given.add(function.id)
 
@@ -219,6 +220,8 @@ class _Reading:
             raise _DoubtError
         function, place = above.func, above.args.index(node)
         called = function.id if isinstance(function, ast.Name) else ""
+        if called in self._bound:
+            raise _DoubtError
         if called in ("getattr", "hasattr") and place == 0:
             name = getattr(above.args[1], "value", None) if len(above.args) > 1 else None
             if not isinstance(name, str):
@@ -256,7 +259,7 @@ class _Reading:
         call = self._parents[node]
         taken = self._parents.get(call)
         is_plain = isinstance(call, ast.Call) and call.func is node and not call.args and not call.keywords
-        if not is_plain or not isinstance(taken, ast.Attribute):
+        if not is_plain or not isinstance(taken, ast.Attribute) or node.id in self._bound:
             raise _DoubtError
         around: Any = taken
         while not isinstance(around, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
