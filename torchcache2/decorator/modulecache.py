@@ -17,11 +17,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from torchcache2.core.errors import NotCachedError, OptionError
 from torchcache2.core.logs import logger
-from torchcache2.core.private import MODULES
 from torchcache2.core.settings import CacheSettings, disabled_by_environment, strict_by_environment
 from torchcache2.core.sizes import is_out_of_memory
 from torchcache2.decorator import bypass
@@ -43,8 +41,6 @@ from torchcache2.identity.encoding import qualified_name
 from torchcache2.identity.fingerprint import Fingerprint, at_most
 from torchcache2.identity.marks import ADDED_ATTRIBUTE
 from torchcache2.identity.namespace import History, NamespaceKeeper
-from torchcache2.identity.reach import unused_parts
-from torchcache2.identity.sourcecode import CompiledTexts
 
 Plain = Callable[..., Any]
 _CPU = torch.device("cpu")
@@ -67,27 +63,26 @@ class Owner:
         self._peers = weakref.WeakSet[NamespaceKeeper]()
         self._keepers: dict[tuple[Any, ...], NamespaceKeeper] = {}
 
-    def keeper(self, settings: CacheSettings, left: tuple[str, ...] = ()) -> NamespaceKeeper:
-        """The keeper of a namespace of the object, by its options, and the parts of the object left out."""
+    def keeper(self, settings: CacheSettings, method: str = "") -> NamespaceKeeper:
+        """The keeper of a method's namespace, by the options that are part of it."""
         names = ("persistent_module_hash", "version", "code_version", "cache_dtype", "distributed", "ignore")
-        key = *[getattr(settings, name) for name in names], left
+        key = method, *[getattr(settings, name) for name in names]
         if key not in self._keepers:
-            keeper = NamespaceKeeper("a cache without a module", settings, self.history, left=left)
-            self.history, keeper.peers = keeper.history, self._peers
-            self._peers.add(keeper)
+            keeper = NamespaceKeeper("a cache without a module", settings, self.history)
+            self.history, keeper.peers, keeper.called = (
+                keeper.history,
+                self._peers,
+                (method,) if method else (),
+            )
             self._keepers[key] = keeper
+            self._peers.add(keeper)
         return self._keepers[key]
 
     def add(self, name: str, cache: ModuleCache) -> None:
-        """Register the cache of a method; methods that use the same parts have one namespace."""
+        """Register the cache of a method, which has a namespace of its own if it uses other parts."""
         self.methods[name] = cache
-        if name not in cache.keeper.called:
-            root, left = self.root(), cache.keeper.left
-            if isinstance(root, nn.Module) and MODULES in vars(root):  # else it is being copied
-                left = tuple(sorted(unused_parts(root, [name], CompiledTexts())))
-            cache.keeper = cache._known.keeper = keeper = self.keeper(cache.settings, left)
-            keeper.called = {*keeper.called, name}
-            keeper.reset()
+        if cache.keeper.called != (name,):
+            cache.keeper = cache._known.keeper = self.keeper(cache.settings, name)
         for keeper in self._keepers.values():
             if not keeper.methods >= {*self.methods}:
                 keeper.methods = {*keeper.methods, *self.methods}
@@ -100,7 +95,7 @@ class ModuleCache:
     Each cached method has one; an object's first one is its ``cache_instance``, which represents all of them.
     Caches of one decorator share `tiers`, `probes`, and the `history` that `explain` uses; those `beside`
     each other belong to one object, and share its `owner`. ``names(namespace, call)`` makes the keys of a
-    call's items, if these have names of their own. A copy's original has `left` these parts out of its key.
+    call's items, if these have names of their own.
     """
 
     __module__ = "torchcache2"
@@ -114,7 +109,6 @@ class ModuleCache:
         beside: ModuleCache | None = None,
         owner: Owner | None = None,
         names: Names | None = None,
-        left: tuple[str, ...] = (),
     ) -> None:
         if beside is not None and tiers is None and settings.shares_tiers_with(beside.settings):
             tiers = beside.engine.tiers
@@ -126,7 +120,7 @@ class ModuleCache:
         self._made = now()
         self.method = "forward"
         self._sealed: tuple[bytes, torch.device] | None = None  # the namespace, and where outputs were made
-        self.keeper = self._owner.keeper(settings, left)
+        self.keeper = self._owner.keeper(settings)
         self._known = Known(settings, self.keeper, Runner(self._owner.thread), names)
         self._calls: deque[CallSeen] = deque(maxlen=2)
         self._backoff = Backoff(4, 16)
@@ -264,16 +258,13 @@ class ModuleCache:
     def description(self, namespace: bytes) -> dict[str, Any]:
         """A description of the namespace as JSON, for people and `explain`."""
         document = self.engine.document()
-        document |= {"class": self._class(), "label": self.settings.label, "methods": self._methods()}
+        methods = sorted(name for name, one in self.methods.items() if one.namespace == namespace)
+        document |= {"class": self._class(), "label": self.settings.label, "methods": methods}
         fingerprint = self.fingerprint  # read once: another thread may change it
         if fingerprint.namespace == namespace:
             document["parts"] = {name: data.hex() for name, data in fingerprint.parts.items()}
             document["values"] = dict(fingerprint.values)
         return document
-
-    def _methods(self) -> list[str]:
-        """The methods with this one's namespace."""
-        return sorted(name for name, one in self.methods.items() if one.keeper is self.keeper)
 
     def call(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The output of ``forward(*args, **kwargs)``."""
@@ -595,8 +586,7 @@ class ModuleCache:
         if copy is None:
             return self
         first = memo.get(id(self._owner))  # the copy of another method's cache
-        history, left = self.keeper.history, self.keeper.left
-        twin = ModuleCache(self.settings, self.engine.tiers, history, self._probes, first, left=left)
+        twin = ModuleCache(self.settings, self.engine.tiers, self.keeper.history, self._probes, first)
         memo.setdefault(id(self._owner), twin)
         twin.method, twin._others = self.method, self._others
         twin._known.signature = self._known.signature
@@ -609,13 +599,11 @@ class ModuleCache:
 
     def __reduce__(self) -> tuple[Any, ...]:
         first = next(iter(self.methods.values()))
-        return _load_cache, (self.settings, None if first is self else first, self.keeper.left)
+        return _load_cache, (self.settings, None if first is self else first)
 
 
-def _load_cache(
-    settings: CacheSettings, first: ModuleCache | None = None, left: tuple[str, ...] = ()
-) -> ModuleCache:
-    return ModuleCache(settings, beside=first, left=left)
+def _load_cache(settings: CacheSettings, first: ModuleCache | None = None) -> ModuleCache:
+    return ModuleCache(settings, beside=first)
 
 
 def _is_function(root: Any) -> bool:

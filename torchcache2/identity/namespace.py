@@ -82,13 +82,7 @@ class NamespaceKeeper:
     """
 
     def __init__(
-        self,
-        name: str,
-        settings: CacheSettings,
-        history: History | None = None,
-        *,
-        is_argument: bool = False,
-        left: tuple[str, ...] = (),
+        self, name: str, settings: CacheSettings, history: History | None = None, *, is_argument: bool = False
     ) -> None:
         self.name = name
         self._is_argument = is_argument
@@ -103,9 +97,8 @@ class NamespaceKeeper:
         self.arguments: set[str] = set()  # those that it may leave out
         self.walks = 0  # how often code and attributes have been read
         self.methods: set[str] = set()  # methods of an object that are called from outside
-        self.called: set[str] = set()  # those whose namespace this is
+        self.called: tuple[str, ...] = ()  # those whose namespace this is
         self.peers: Collection[NamespaceKeeper] = ()  # of other methods of the object
-        self.left = left  # the parts that they did not use when they were added
         self.lazies: list[Lazy] = []  # lazily loaded modules
         self.beside: dict[str, bytes] = {}  # parts that are not the module's, such as of samples
         self.texts: dict[str, str] = {}  # and their texts
