@@ -2,10 +2,9 @@
 
 import contextvars
 import functools
+import importlib
 import inspect
-import operator
 import random
-import sys
 import types
 import weakref
 
@@ -154,12 +153,6 @@ class Wrapped(Coder):
         return self.helper(x)
 
 
-@case(counts=False)
-class Helpers(Coder):
-    def encode(self, x):
-        return encoded(self, x) if getattr(self, "enc") is not None else x  # noqa: B009
-
-
 class Hidden(nn.Module):
     def __getattr__(self, name):
         if "config" in self.__dict__ and name in self.__dict__["config"]:
@@ -220,18 +213,6 @@ class PrivateMethod(Coder):
 
 
 @case(counts=True)
-class Passed(Coder):
-    def encode(self, x):
-        return self.enc(x) + 0 * sums(self)
-
-
-@case(counts=True)
-class PassedToHelper(Coder):
-    def encode(self, x):
-        return decoded(self, x)
-
-
-@case(counts=True)
 class PassedSecond(Coder):
     def encode(self, x):
         return self.enc(x) + self._sum(1, self)
@@ -247,12 +228,6 @@ class Around:
 
 
 @case(counts=True)
-class PassedToClass(Coder):
-    def encode(self, x):
-        return getattr(Around(self).one, NAME)(x)
-
-
-@case(counts=True)
 class PassedToLocal(Coder):
     def encode(self, x):
         encoded = getattr(Coder, "decode")  # noqa: B009
@@ -265,12 +240,6 @@ class PassedToLocal(Coder):
 def chosen(*args):
     encoded = decoded
     return encoded(*args)
-
-
-@case(counts=True)
-class PackedForLocal(Coder):
-    def encode(self, x):
-        return chosen(self, x)
 
 
 @case(counts=True)
@@ -297,89 +266,11 @@ class Returned(Coder):
 
 
 @case(counts=True)
-class Computed(Coder):
-    def encode(self, x):
-        return getattr(self, NAME)(x)
-
-
-@case(counts=True)
-class Getter(Coder):
-    def encode(self, x):
-        return operator.attrgetter(NAME)(self)(x)
-
-
-@case(counts=True)
-class AllModules(Coder):
-    def encode(self, x):
-        return [*self.children()][1](x)
-
-
-@case(counts=True)
-class Parameters(Coder):
-    def encode(self, x):
-        return self.enc(x) + 0 * sum(map(torch.sum, self.parameters()))
-
-
-@case(counts=True)
-class Internal(Coder):
-    def encode(self, x):
-        return [*self._modules.values()][1](x)
-
-
-@case(counts=True)
-class InDict(Coder):
-    def encode(self, x):
-        return [*self.__dict__["_modules"].values()][1](x)
-
-
-@case(counts=True)
 class Applied(Coder):
     def encode(self, x):
         found = []
         self.apply(found.append)
         return found[1](x)
-
-
-@case(counts=True)
-class Variables(Coder):
-    def encode(self, x):
-        return [*vars(self)["_modules"].values()][1](x)
-
-
-@case(counts=True)
-class Locals(Coder):
-    def encode(self, x):
-        return getattr(locals()["self"], NAME)(x)
-
-
-@case(counts=True)
-class Frames(Coder):
-    def encode(self, x):
-        return getattr(inspect.currentframe().f_locals["self"], NAME)(x)
-
-
-@case(counts=True)
-class Evaluated(Coder):
-    def encode(self, x):
-        return eval(f"self.{NAME}(x)")
-
-
-@case(counts=True)
-class Indexed(Coder):
-    def encode(self, x):
-        return self["dec"](x)
-
-    def __getitem__(self, name):
-        return getattr(self, name)
-
-
-@case(counts=True)
-class Looped(Coder):
-    def encode(self, x):
-        return [*self][1](x)
-
-    def __iter__(self):
-        return iter(self.children())
 
 
 @case(counts=True)
@@ -389,30 +280,6 @@ class Called(Coder):
 
     def forward(self, x):
         return self.dec(x)
-
-
-@case(counts=True)
-class ByClass(Coder):
-    def encode(self, x):
-        return type(self).decode(self, x)
-
-
-@case(counts=True)
-class OldSuper(Coder):
-    def encode(self, x):
-        return super(OldSuper, self).decode(x)  # noqa: UP008
-
-
-@case(counts=True)
-class Above(Coder):
-    def encode(self, x):
-        return super().decode(x)
-
-
-@case(counts=True)
-class AboveByName(Coder):
-    def encode(self, x):
-        return super().__getattr__(NAME)(x)
 
 
 class AnyName(nn.Module):
@@ -463,16 +330,6 @@ class _(Coder):  # noqa: N801
 
 
 @case(counts=True)
-class Memory(Coder):
-    def __init__(self):
-        super().__init__()
-        self.enc.weight = nn.Parameter(self.dec.weight.detach())
-
-    def encode(self, x):
-        return self.enc(x)
-
-
-@case(counts=True)
 class ByGlobals(Coder):
     def __init__(self):
         super().__init__()
@@ -484,12 +341,6 @@ class ByGlobals(Coder):
 
 def found(x):
     return getattr(globals()["REGISTRY"]["model"](), NAME)(x)
-
-
-@case(counts=True)
-class ByFrames(Coder):
-    def encode(self, x):
-        return above(x)
 
 
 def above(x):
@@ -875,6 +726,65 @@ def test_a_part_counts_unless_methods_provably_do_not_use_it(kind, counts):
     assert cache_of(one).module_hash != before
 
 
+def test_parts_that_share_memory_count():
+    module = Plain()
+    module.dec = nn.Linear(64, 64)
+    module.enc.weight = nn.Parameter(module.dec.weight.detach())
+    before = namespace(module)
+    module.dec.weight[60, 60] = 9.0  # moves the counter of this weight alone
+    assert cache_of(module).module_hash != before
+
+
+# What a method may return that may use any part.
+ESCAPES = (
+    "self.enc(x) + 0 * sums(self)",
+    "decoded(self, x)",
+    "getattr(Around(self).one, NAME)(x)",
+    "chosen(self, x)",
+    "getattr(self, NAME)(x)",
+    "operator.attrgetter(NAME)(self)(x)",
+    "[*self.children()][1](x)",
+    "self.enc(x) + 0 * sum(map(torch.sum, self.parameters()))",
+    "[*self._modules.values()][1](x)",
+    '[*self.__dict__["_modules"].values()][1](x)',
+    '[*vars(self)["_modules"].values()][1](x)',
+    'getattr(locals()["self"], NAME)(x)',
+    'getattr(inspect.currentframe().f_locals["self"], NAME)(x)',
+    'eval(f"self.{NAME}(x)")',
+    "type(self).decode(self, x)",
+    "super(Case, self).decode(x)",
+    "super().decode(x)",
+    "super().__getattr__(NAME)(x)",
+    "above(x)",
+    "getattr(super(), NAME)(x)",
+    "[*self][1](x)",
+    'self["dec"](x)',
+    "(lambda one: getattr(one, NAME))(self)(x)",
+    "next(getattr(one, NAME) for one in [self])(x)",
+    "f'{self}' and self.enc(x)",
+)
+CASE = """
+from tests.identity.test_reach import *
+
+class Case(Coder):
+    def encode(self, x):
+        return {}
+"""
+
+
+@pytest.mark.parametrize("expression", ESCAPES)
+def test_an_object_that_escapes(expression, tmp_path, monkeypatch):
+    kind = imported(CASE.format(expression), tmp_path, monkeypatch).Case
+    test_a_part_counts_unless_methods_provably_do_not_use_it(kind, True)
+
+
+def imported(text, folder, monkeypatch):
+    name = f"case_{abs(hash(text))}"
+    (folder / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(folder)
+    return importlib.import_module(name)
+
+
 def test_tensors_of_the_module_itself():
     module = Plain()
     before = namespace(module)
@@ -1068,10 +978,7 @@ def test_an_edit_that_changes_an_output_changes_the_key(seed, tmp_path, monkeypa
         )
         text += f"    def m{number}(self, x):\n        return {body}\n"
         text += f"    @property\n    def q{number}(self):\n        return self.m{number}(torch.ones(4, 3))\n"
-    name = f"random_{seed}"
-    (tmp_path / f"{name}.py").write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
-    kind = __import__(name).Random
+    kind = imported(text, tmp_path, monkeypatch).Random
     links = draw.randrange(4)
     for method in ("m1", "m2", "m3"):
         for part in range(4):
@@ -1083,7 +990,6 @@ def test_an_edit_that_changes_an_output_changes_the_key(seed, tmp_path, monkeypa
                 continue
             hashes = {cache_of(torchcache(methods=(method,))(each)).module_hash for each in (one, two)}
             assert is_same or len(hashes) == 2, text
-    sys.modules.pop(name)
 
 
 VAE = """

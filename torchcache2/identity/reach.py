@@ -261,11 +261,6 @@ class _Reading:
         is_plain = isinstance(call, ast.Call) and call.func is node and not call.args and not call.keywords
         if not is_plain or not isinstance(taken, ast.Attribute) or node.id in self._bound:
             raise _DoubtError
-        around: Any = taken
-        while not isinstance(around, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
-            around = self._parents[around]
-        if around is not self._function:
-            raise _DoubtError
         if taken.attr == "__getattr__":  # of the name that Python looks for, which counts where it is named
             asked = self._parents[taken]
             given = [getattr(one, "id", None) for one in asked.args] if isinstance(asked, ast.Call) else []
