@@ -764,6 +764,8 @@ ESCAPES = (
     "f'{self}' and self.enc(x)",
 )
 CASE = """
+import operator
+
 from tests.identity.test_reach import *
 
 class Case(Coder):
@@ -852,6 +854,7 @@ def test_each_method_has_the_parts_that_it_uses():
     module.dec.weight.mul_(2)
     assert [misses(one) for one in both] == [0, 4]
     module.enc.weight.mul_(2)
+    assert "weights dec" not in cache.explain("encode") and "weights enc" not in cache.explain("decode")
     assert [misses(one) for one in both] == [4, 0]
 
 

@@ -246,7 +246,8 @@ class ModuleCache:
         if len(calls) == 2 and calls[0].namespace == calls[1].namespace == now.namespace:
             text = of_calls(*calls) if why is None else f"not cached: {why}"
         else:
-            text = compared(self.name, self._class(), now, before, why, directory, self._made)
+            seen = self._class(), now, before, why, directory, self._made, self.method
+            text = compared(self.name, *seen)
         names = self._known.signature.ignored - {*self.keeper.ignored}
         paths = [*self.keeper.ignored, *[f"argument {name}" for name in sorted(names)]]
         ignored = at_most([f"left out by ignore: {path}" for path in paths])
@@ -258,7 +259,8 @@ class ModuleCache:
     def description(self, namespace: bytes) -> dict[str, Any]:
         """A description of the namespace as JSON, for people and `explain`."""
         document = self.engine.document()
-        methods = sorted(name for name, one in self.methods.items() if one.namespace == namespace)
+        mine = (namespace, bytes(16))  # the second: not called yet
+        methods = sorted(name for name, one in self.methods.items() if one.namespace in mine)
         document |= {"class": self._class(), "label": self.settings.label, "methods": methods}
         fingerprint = self.fingerprint  # read once: another thread may change it
         if fingerprint.namespace == namespace:

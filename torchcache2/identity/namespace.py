@@ -55,18 +55,18 @@ class History:
     def __init__(self) -> None:
         self._lock = ProcessLock()
         self._before: dict[bytes, Fingerprint] = {}
-        self._last: Fingerprint | None = None
+        self._last: dict[tuple[str, ...], Fingerprint] = {}  # by methods, as each may use other parts
 
-    def add(self, before: Fingerprint, now: Fingerprint) -> None:
+    def add(self, before: Fingerprint, now: Fingerprint, methods: tuple[str, ...] = ()) -> None:
         """Record a module's new fingerprint; `before` has no parts if there was none."""
         with self._lock():
-            previous = before if before.parts else self._last
+            previous = before if before.parts else self._last.get(methods)
             if previous is not None and previous.namespace != now.namespace:
                 self._before.pop(now.namespace, None)
                 self._before[now.namespace] = previous
                 while len(self._before) > _MOST_REMEMBERED:
                     del self._before[next(iter(self._before))]
-            self._last = now
+            self._last[methods] = now
 
     def before(self, now: Fingerprint) -> Fingerprint | None:
         """The fingerprint before this one."""
@@ -322,7 +322,7 @@ class NamespaceKeeper:
         self._namespaces = [*self._namespaces[-_MOST_REMEMBERED:], fingerprint.namespace]
         if fingerprint.namespace != self.fingerprint.namespace:
             logger.info("%s: namespace %s", self.name, fingerprint.namespace.hex())
-            self.history.add(self.fingerprint, fingerprint)
+            self.history.add(self.fingerprint, fingerprint, self.called)
         self.fingerprint = fingerprint
         self._is_known = True
 
