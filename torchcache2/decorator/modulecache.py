@@ -69,11 +69,8 @@ class Owner:
         key = method, *[getattr(settings, name) for name in names]
         if key not in self._keepers:
             keeper = NamespaceKeeper("a cache without a module", settings, self.history)
-            self.history, keeper.peers, keeper.called = (
-                keeper.history,
-                self._peers,
-                (method,) if method else (),
-            )
+            keeper.called, keeper.peers = (method,) if method else (), self._peers
+            self.history = keeper.history
             self._keepers[key] = keeper
             self._peers.add(keeper)
         return self._keepers[key]
