@@ -327,7 +327,7 @@ def _key(node: Any) -> str:
 
 
 def bound_in(nodes: list[Any]) -> list[Any]:
-    """The names that code binds, as arguments or variables, each as often as it does; and those of keywords."""
+    """The names that code binds as arguments or variables, and those of keywords, each as often."""
     bound = [getattr(node, field, None) for node in nodes for field in ("arg", "name", "asname", "rest")]
     return bound + [one.id for one in nodes if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)]
 
