@@ -43,8 +43,10 @@ class Encoder(nn.Module):
         self.register_buffer("seen", torch.zeros(()))
         self.config = {"lr": 0.1, "scale": 1.0}
 
-    def forward(self, x, texts):
+    def forward(self, x, texts, adapted=False):
         self.seen += len(x)
+        if adapted:
+            x = self.lora_A(x)
         factors = torch.tensor([self.tokenizer(text) for text in texts])
         return x * factors[:, None] * self.config["scale"] + self.config["lr"] * 0 + 0 * self.seen
 
