@@ -629,7 +629,7 @@ def local_point():
 
 REFUSED = [
     ({1, 2}, "set", "return list({})"),
-    (Colour.RED, "Colour", "return int({})"),
+    (Colour.RED, "Colour", "return {}.value"),
     (object(), "object", "return tensors"),
     (torch.zeros(2).as_subclass(Mine), "Mine", "as_subclass(torch.Tensor)"),
     (torch.nn.Parameter(torch.zeros(2)), "Parameter", "detach()"),
