@@ -244,6 +244,67 @@ def test_a_worker_finds_rows_and_runs_no_map(workers):
         same(torch.cat(list(data.loader(4, **options))), torch.cat(plain(NET)))
 
 
+SCALE = 1.0
+
+
+def scaled(samples):
+    return default_collate(samples)[0] * SCALE
+
+
+@contextlib.contextmanager
+def other(what, net):
+    """A change of a map's weights, of its collate_fn, or of torch's modes."""
+    global SCALE
+    modes = torch.autocast("cpu", torch.bfloat16, enabled=what == "mode")
+    with modes:
+        if what == "weights":
+            net.weight.data.mul_(2)
+        SCALE = 3.0 if what == "collate_fn" else 1.0
+        try:
+            yield
+        finally:
+            SCALE = 1.0
+            if what == "weights":
+                net.weight.data.div_(2)
+
+
+@pytest.mark.parametrize("what", ["weights", "collate_fn", "mode"])
+@pytest.mark.parametrize("made", ["inserted", "warmed up", "asked for"])
+def test_after_a_change_rows_are_found_and_kept_under_new_names(what, made, path):
+    net = nn.Linear(3, 2, bias=False).requires_grad_(False)
+    net.weight.data.copy_(torch.arange(6.0).view(2, 3))
+
+    def wanted():
+        return [net(batch) for batch in DataLoader(Samples(), 4, collate_fn=scaled)]
+
+    with contextlib.closing(
+        CachedDataset(Samples(), path, map=lambda batch: net(batch), collate_fn=scaled)
+    ) as data:
+        data.warmup()
+        assert len(data.missing()) == 0
+        before = wanted()
+        with other(what, net):
+            assert len(data.missing()) == COUNT
+            after = wanted()
+            same(data[5], after[1][1])
+            if made == "inserted":
+                for number, rows in enumerate(after):
+                    data.insert(range(4 * number, 4 * number + 4), rows)
+            elif made == "warmed up":
+                assert data.warmup().computed == COUNT - 1
+            else:
+                same(list(data.loader(4)), after)
+            assert len(data.missing()) == 0
+            same(list(DataLoader(data, 4, num_workers=1)), after)
+            same([pickle.loads(pickle.dumps(data))[i] for i in (0, 7)], [after[0][0], after[1][3]])
+        same([data[i] for i in range(4)], list(before[0]))
+        same(list(data.loader(4)), before)
+        with other(what, net):
+            data.seal()
+            same(list(data.loader(4)), after)
+            same([data[i] for i in range(4)], list(after[0]))
+
+
 def test_a_copy_never_gives_samples_for_what_a_map_makes(monkeypatch):
     data = CachedDataset(Samples(), map=NET)
     wanted, copy = data[1], pickle.loads(pickle.dumps(data))

@@ -160,6 +160,12 @@ class NamespaceKeeper:
             namespace, generation = self.fingerprint.namespace, tensors.generation
             return Snapshot(namespace, tensors, generation, self._has_old_casts)
 
+    def put_beside(self, name: str, data: bytes) -> None:
+        """Set a part that is not the module's."""
+        with self._lock():
+            self._is_known &= self.beside.get(name) == data
+            self.beside[name] = data
+
     def holds(self) -> bool:
         """Whether the bytes of tensors that arrived since the last check show no edit."""
         with self._lock():
