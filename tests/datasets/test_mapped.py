@@ -33,6 +33,11 @@ class Samples(Dataset):
         return torch.tensor([1.0, 2.0, 3.0]) * index, index
 
 
+class Drawn(Samples):
+    def __getitem__(self, index):
+        return super().__getitem__(index)[0] + index, torch.rand(1)
+
+
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -303,6 +308,36 @@ def test_after_a_change_rows_are_found_and_kept_under_new_names(what, made, path
             data.seal()
             same(list(data.loader(4)), after)
             same([data[i] for i in range(4)], list(after[0]))
+
+
+@pytest.mark.parametrize("what", ["map", "collate_fn", "seed", "view", "sealed"])
+def test_what_refers_to_a_mapped_dataset_goes_by_its_map(what, path):
+    def drawn(batch, generators):
+        return torch.stack([torch.rand(2, generator=one) for one in generators]) + batch[:, :2]
+
+    def made(is_other):
+        net = Net()
+        net.scale = 2.0 if is_other and what in ("map", "sealed") else 1.0
+        function = drawn if what == "seed" else lambda batch: net.layer(batch) * net.scale
+        collate = scaled if is_other and what == "collate_fn" else lambda some: default_collate(some)[0] + 1
+        options = {"views": 2} if what == "view" else {"seed": int(is_other and what == "seed")}
+        data = CachedDataset(
+            Drawn() if what == "view" else Samples(), map=function, collate_fn=collate, **options
+        )
+        if what == "view":
+            data.set_view(is_other)
+        if what == "sealed":
+            data.warmup()
+            data.seal()
+        return data
+
+    for is_other in (False, True):
+        data = made(is_other)
+        wanted = [data[i] for i in range(COUNT)]
+        for hits in (0, COUNT):
+            with contextlib.closing(CachedDataset(made(is_other), path)) as outer:
+                same([outer[i] for i in range(COUNT)], wanted)
+                assert outer.stats().hits == hits
 
 
 def test_a_copy_never_gives_samples_for_what_a_map_makes(monkeypatch):

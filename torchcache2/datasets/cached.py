@@ -662,9 +662,15 @@ class CachedDataset(Keeper, Dataset[Any]):
         return self._recipe.explained(directory, is_cached=store is not None)
 
 
+def _counted(cached: CachedDataset) -> tuple[Any, ...]:
+    """What stands for a cached dataset in the key of what refers to it."""
+    recipe, more = cached._recipe, list[Any]()
+    if recipe.is_mapped:
+        more += [recipe.identity.namespace] if recipe.map is None else recipe.map.counted
+    if recipe.views > 1:
+        more.append(cached._view)
+    return recipe.dataset, recipe.transform, *more
+
+
 setattr(CachedDataset, ADDED_ATTRIBUTE, True)
-setattr(
-    CachedDataset,
-    ORIGINAL_ATTRIBUTE,
-    property(lambda self: (self._recipe.dataset, self._recipe.transform)),
-)
+setattr(CachedDataset, ORIGINAL_ATTRIBUTE, property(_counted))

@@ -135,6 +135,11 @@ class Map:
         self.now()
         keeper.unread += self._collating.unread
 
+    @property
+    def counted(self) -> list[Any]:
+        """What it depends on, besides the samples."""
+        return [self.function, self.collate, self._seed if self._draws else None]
+
     def look_at_collate(self) -> None:
         """Notice what has changed in `collate`; the keeper notices changes of the function."""
         if self._collate is not None:
