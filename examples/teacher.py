@@ -123,7 +123,7 @@ def train_teacher(train_set: TensorDataset, width: int) -> ConvNet:
 def one_more_step(teacher: ConvNet, images: Tensor, labels: Tensor) -> None:
     teacher.requires_grad_(True)
     # The forward of the class is the plain one. The cached forward of the instance would come to the same:
-    # it sees that gradients are wanted, steps aside, and says so in a warning.
+    # it sees that gradients are wanted, does not cache the call, and says so in a warning.
     loss = F.cross_entropy(ConvNet.forward(teacher, images), labels)
     loss.backward()
     torch.optim.SGD(teacher.parameters(), lr=0.01).step()

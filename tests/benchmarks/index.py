@@ -67,7 +67,7 @@ def run(report, folder=None):
                         f"{rows:,} rows: bytes that merges write, over those of the keys", one["written"], 2
                     ),
                 ]
-    header = ("rows", "runs", "first batch", "memory")
+    header = ("rows", "index files", "first batch", "memory")
     header += tuple(f"{BATCH} {what}" for what in ("rows found", "looked up", "missed"))
     report.table(
         "The index of a large folder, in a new process, pages warm; all rows in memory for comparison",

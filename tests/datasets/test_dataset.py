@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import copy
+import enum
 import gc
 import os
 import pickle
@@ -322,10 +323,16 @@ class Boxes(torch.utils.data.Dataset):
         return list(map(function, self.order))
 
 
+class Side(enum.Enum):
+    LEFT = 1
+
+
 def test_samples_of_a_class_are_refused_with_the_call_that_registers_it():
     line = r"torchcache2.register_value\(Boxed, vars, lambda parts: Boxed\(\*\*parts\)\)"
     with pytest.raises(OutputError, match=line):
         CachedDataset(Boxes([1, 2]), memory_size="1MB")[0]
+    with pytest.raises(OutputError, match=r"return sample\.value$"):
+        CachedDataset([Side.LEFT], memory_size="1MB")[0]
 
 
 def test_another_dataset_that_a_method_of_the_dataset_returns_is_not_cached_with_a_warning(log):

@@ -47,6 +47,7 @@ def lines(module):
 def test_the_first_namespace_is_said_to_be_the_first():
     net = make()()
     assert lines(net)[0].startswith("namespace ") and "first of Net" in lines(net)[0]
+    assert lines(net)[1:] == ["Net was not called yet; if you call another method, name it in methods="]
     net(X)
     assert lines(net) == [f"namespace {net.cache_instance.module_hash} is the first of Net in this process"]
 

@@ -258,7 +258,7 @@ def _document(folder):
 
 def test_explain_knows_what_earlier_runs_have_left(path):
     first = run(path)()
-    assert first.cache_instance.explain().endswith(f"is the first of Cached in this process, and in {path}")
+    assert f"is the first of Cached in this process, and in {path}\n" in first.cache_instance.explain()
     first(X)
     assert first.cache_instance.explain().endswith(f"is the first of Cached in this process, and in {path}")
     close(first)

@@ -170,10 +170,10 @@ def run(path):
 def test_what_a_run_knows_of_the_disk_and_of_a_run_before(path):
     first, x = run(path), torch.randn(6, 8)
     first(x)
-    assert "disk      6 rows, not sealed yet" in str(first.cache_instance.stats()).splitlines()
+    assert "disk      6 rows, not written yet" in str(first.cache_instance.stats()).splitlines()
     first.cache_instance.flush()
     after = first.cache_instance.stats()
-    assert after.disk_bytes > 0 and "not sealed yet" not in str(after)
+    assert after.disk_bytes > 0 and "not written yet" not in str(after)
     assert any(line.startswith("disk      6 rows, ") for line in str(after).splitlines())
     first.cache_instance.close()
     second = run(path)

@@ -191,7 +191,7 @@ def test_the_golden_run_is_read_and_written(tmp_path):
     write_golden(tmp_path)
     assert (tmp_path / "run-1.run").read_bytes() == data
     page = Path(__file__).parents[2].joinpath("docs/format.md").read_text(encoding="utf-8")
-    section = page[page.index("## Runs") : page.index("## Heads")]
+    section = page[page.index("## Index files") : page.index("## Heads")]
     lines = re.findall(r"^([0-9a-f]{6})  ((?:[0-9a-f]{2} )+)", section, re.MULTILINE)
     shown = {int(at, 16): bytes.fromhex(text) for at, text in lines}
     assert shown and all(data[at : at + len(some)] == some for at, some in shown.items())

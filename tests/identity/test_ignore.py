@@ -43,8 +43,10 @@ class Encoder(nn.Module):
         self.register_buffer("seen", torch.zeros(()))
         self.config = {"lr": 0.1, "scale": 1.0}
 
-    def forward(self, x, texts):
+    def forward(self, x, texts, adapted=False):
         self.seen += len(x)
+        if adapted:
+            x = self.lora_A(x)
         factors = torch.tensor([self.tokenizer(text) for text in texts])
         return x * factors[:, None] * self.config["scale"] + self.config["lr"] * 0 + 0 * self.seen
 
@@ -197,6 +199,20 @@ def test_a_pattern_that_matches_nothing_is_warned_of_once(log):
     module = torchcache(item_args=("texts",), ignore=("tokenizer.mmeo", "seen"))(Encoder())
     calls(module)
     assert texts(log).count("ignore='tokenizer.mmeo' matches nothing") == 1 and "'seen' m" not in texts(log)
+
+
+def test_a_part_that_is_left_out_anyway_may_be_named(log):
+    class Coder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.decoder = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def encode(self, x):
+            return self.encoder(x)
+
+    coder = torchcache(Coder().requires_grad_(False), methods=("encode",), ignore=("decoder.*", "deoder.*"))
+    coder.encode(torch.rand(2, 2))
+    assert texts(log).count("matches nothing") == texts(log).count("ignore='deoder.*' matches nothing") == 1
 
 
 def test_ignored_arguments_reach_the_forward_and_have_no_key(log):

@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.helpers import warm
 from tests.helpers.examples import LIBRARIES, RECIPES, code_and_output
-from torchcache2 import torchcache
+from torchcache2 import CachedDataset, NotCachedError, torchcache
 
 pytestmark = pytest.mark.slow
 MARK = "--- the end of the page\n"
@@ -33,6 +33,7 @@ WARNINGS = {
         TORCH_LOAD,
     ],
     "accelerate": [],
+    "audio": [],
     "distillation": [],
     "latents": [],
     "memory": [],
@@ -223,6 +224,48 @@ def claims_of_trainer(page):
     assert (stats.hits, stats.misses, stats.bypasses) == (0, 0, {"training": 4 * 64})
 
 
+def claims_of_audio(page):
+    import shutil
+
+    recordings = page.Recordings(page.paths, page.labels)
+
+    def computed(encode=page.encode, dataset=recordings, **options):
+        features = CachedDataset(dataset, map=encode, collate_fn=page.pad, **options)
+        features.warmup(batch_size=8)
+        return features, features.stats().misses, features.stats().bypasses
+
+    for number, path in enumerate(page.paths):
+        page.paths[number] = Path(shutil.move(path, path.with_name(f"moved_{path.name}")))
+    assert page.run(epochs=1) == 0
+    page.labels[0] = 1
+    assert page.run(epochs=1) == 1
+    features, _, _ = computed()
+    rows, label = features[2]
+    sound = recordings[2][0]
+    alone = page.encoder(sound[None]).last_hidden_state[0]
+    assert (rows.dtype, len(rows), label) == (torch.float16, len(alone), 0)
+    torch.testing.assert_close(rows, alone.half(), rtol=3e-2, atol=3e-2)
+
+    class Noisy(page.Recordings):
+        def __getitem__(self, index):
+            sound, label = super().__getitem__(index)
+            return sound + 0.1 * torch.randn(len(sound)), label
+
+    assert computed(dataset=Noisy(page.paths, page.labels), views=2)[1:] == (48, {})
+
+    config = page.Wav2Vec2Config(**page.sizes, feat_extract_norm="group")
+    page.encoder = page.Wav2Vec2Model(config).eval().requires_grad_(False)
+    with pytest.raises(NotCachedError, match="batch"):
+        computed()
+
+    def one_by_one(batch):
+        sounds, lengths, labels = batch
+        rows = zip(sounds, lengths, strict=True)
+        return [page.encoder(row[None, :length]).last_hidden_state[0] for row, length in rows], labels
+
+    assert computed(one_by_one)[1:] == (24, {})
+
+
 def claims_of_latents(page):
     import shutil
 
@@ -243,6 +286,25 @@ def claims_of_latents(page):
     shutil.move(files, page.folder / "moved")
     page.captions = {page.folder / "moved" / path.name: text for path, text in captions.items()}
     costs(0, 0)  # moved
+    first, caption = next(iter(page.captions.items()))
+    page.captions[first] = " ".join(reversed(caption.split()))
+    costs(0, 1)  # another order of a caption
+    page.captions[first] = caption
+    costs(0, 0)  # the old order
+
+    class Enlarged(page.Images):
+        scale = 1
+
+        def __getitem__(self, index):
+            return super().__getitem__(index).repeat_interleave(self.scale, 1)
+
+    plain, page.Images = page.Images, Enlarged
+    costs(15, 0)
+    Enlarged.scale = 2
+    costs(15, 0)  # another resolution
+    Enlarged.scale = 1
+    costs(0, 0)  # the old one
+    page.Images = plain
 
     # A comment in the script
     source = inspect.getsource(page.encode_images).replace("\n", "\n    # of the autoencoder\n", 1)
@@ -386,18 +448,19 @@ def claims_of_memory(page):
         def forward(self, x):
             return self.layers(x.to(self.weight.device)).to(x.device)
 
-    named = torchcache(persistent_module_hash="moving")(Moving().eval().requires_grad_(False))
-    weights, rows = named.state_dict(), torch.rand(64, 8)
-    assert asked(named, named, rows) == (0, 64, {})
-    named.to("meta")
-    assert asked(named, named, rows) == (64, 0, {})
-    named.to_empty(device="cpu").load_state_dict(weights)
-    assert asked(named, named, rows + 1) == (0, 64, {})
+    moving, rows = torchcache(Moving().eval().requires_grad_(False)), torch.rand(64, 8)
+    assert asked(moving, moving, rows) == (0, 64, {})
+    moving.cache_instance.seal()
+    moving.to("meta")
+    assert asked(moving, moving, rows) == (64, 0, {})
+    with pytest.raises(NotCachedError, match="sealed"):
+        moving(rows + 1)
 
 
 CLAIMS = {
     "open_clip": claims_of_open_clip,
     "distillation": claims_of_distillation,
+    "audio": claims_of_audio,
     "latents": claims_of_latents,
     "memory": claims_of_memory,
     "padding": claims_of_padding,

@@ -104,23 +104,21 @@ def int_keys(namespace: bytes, indices: Positions) -> Keys:
 
 
 _MASK = (1 << 64) - 1
-_LOW, _HIGH = (  # the constants of a half as ints: increment, then shifts and factors alternating
+_HALVES = [  # the constants of a half as ints: increment, then shifts and factors alternating
     [int(_INCREMENTS[half]), *(int(x[half]) for step in _STEPS for x in step), int(_LAST_SHIFTS[half])]
     for half in range(2)
-)
+]
 
 
 def int_key(index: int) -> tuple[int, int]:
     """The two words of the key of one 64-bit int, as in `int_keys`."""
-    low, high = _mixed(index, *_LOW), _mixed(index, *_HIGH)
-    return low, high
-
-
-def _mixed(index: int, increment: int, s1: int, f1: int, s2: int, f2: int, s3: int) -> int:
-    mixed = index + increment & _MASK
-    mixed = (mixed ^ mixed >> s1) * f1 & _MASK
-    mixed = (mixed ^ mixed >> s2) * f2 & _MASK
-    return mixed ^ mixed >> s3
+    halves = []
+    for increment, s1, f1, s2, f2, s3 in _HALVES:
+        mixed = index + increment & _MASK
+        mixed = (mixed ^ mixed >> s1) * f1 & _MASK
+        mixed = (mixed ^ mixed >> s2) * f2 & _MASK
+        halves.append(mixed ^ mixed >> s3)
+    return halves[0], halves[1]
 
 
 def indices_of(keys: Array) -> tuple[Positions, Array]:

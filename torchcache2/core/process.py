@@ -147,9 +147,10 @@ class ProcessLock:
 
     def __call__(self) -> Any:
         """The lock of this process."""
-        pid = os.getpid()
-        # `setdefault` is atomic, so that all threads of a child get the same lock.
-        return self._locks.get(pid) or self._locks.setdefault(pid, self._make())
+        try:
+            return self._locks[os.getpid()]
+        except KeyError:  # `setdefault` is atomic, so that all threads of a child get the same lock
+            return self._locks.setdefault(os.getpid(), self._make())
 
     def if_free(self, function: Callable[[], object]) -> None:
         """Call a function under the lock, or do nothing if the lock is held: never waits.

@@ -332,15 +332,14 @@ class Store:
 
     def find_one(self, index: int) -> list[Any]:
         """The fast path: a list with the sample at an int, if memory has it; empty in all other cases."""
-        tally = self.tally
-        is_plain = 0 <= index < self.end and self._verify == 0.0 and not tally.is_random
+        is_plain = 0 <= index < self.end and not self._verify and not self.tally.is_random
         if not is_plain or torch.is_inference_mode_enabled() or self.levels.mode is not None:
             return _NOTHING
         start, levels = time.perf_counter_ns(), self.levels
         found = levels.tiers[0].get_one(levels.namespace, *levels.by.one(index), self._made)
         if found is None:
             return _NOTHING
-        tally.add_hit("memory_hits", time.perf_counter_ns() - start)
+        self.tally.add_hit(time.perf_counter_ns() - start)
         return found  # type: ignore[no-any-return]
 
     def _made(self, schema: Schema, buffers: Sequence[memoryview]) -> list[Any] | None:

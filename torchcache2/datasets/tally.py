@@ -25,7 +25,7 @@ from torchcache2.engine.stats import CacheStats
 from torchcache2.tiers.shared.region import Region, is_alive, start_time
 
 COUNTS = (
-    "memory_hits",
+    "memory_hits",  # first: `add_hit`
     "disk_hits",
     "remote_hits",
     "misses",
@@ -69,8 +69,8 @@ class Tally:
         words = np.zeros(size, np.int64) if region is None else region.array("<i8", 0, size)
         self._table = words.reshape(_PROCESSES + 1, _WORDS)
         self._numbers = words.data  # reading one is several times faster than from an array
-        self._lock = ProcessLock()
-        self._pid, self._row = 0, 0
+        # The owner is the lock of the process whose row it is.
+        self._lock, self._row, self._owner = ProcessLock(), 0, object()
 
     def __getstate__(self) -> Any:
         return () if self._region is None else tuple(self._region.place)
@@ -87,11 +87,12 @@ class Tally:
             for name, count in counts.items():
                 numbers[first + _PLACES[name]] += count
 
-    def add_hit(self, name: str, spent: int) -> None:
-        """Count one hit, and the nanoseconds that it took."""
-        with self._lock():
-            first, numbers = self._own_row() * _WORDS, self._numbers
-            numbers[first + _PLACES[name]] += 1
+    def add_hit(self, spent: int) -> None:
+        """Count one hit in memory, and the nanoseconds that it took."""
+        lock, numbers = self._lock(), self._numbers
+        with lock:
+            first = (self._row if lock is self._owner else self._own_row()) * _WORDS
+            numbers[first] += 1
             numbers[first + _SPENT] += spent
 
     def total(self) -> dict[str, int]:
@@ -182,8 +183,8 @@ class Tally:
         return os.open(f"/proc/self/fd/{region.descriptor}", os.O_RDWR | os.O_CLOEXEC)
 
     def _own_row(self) -> int:
-        if self._pid != (pid := os.getpid()):
-            self._row, self._pid = self._free_row(), pid
+        if self._lock() is not self._owner:
+            self._row, self._owner, pid = self._free_row(), self._lock(), os.getpid()
             self._table[self._row, _WAITS : _WAITS + 3] = 0, pid, start_time(pid)
         return self._row
 

@@ -60,8 +60,8 @@ REASONS = {
     "batch": Reason("forward"),  # see `advice_for`
     "random": Reason(
         "forward",
-        "its output is random: nothing to do if that is intended, else remove the random operation; or "
-        "another thread drew random numbers meanwhile",
+        "its output is random: nothing to do if that is intended, else remove the random operation (in map=, "
+        "draw from the parameter generators); or another thread drew random numbers meanwhile",
     ),
     "state": Reason("forward", "if that happens at every call, keep it outside of the forward"),
     "inference": Reason("module", "make or load the module under torch.no_grad() instead"),

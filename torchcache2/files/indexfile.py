@@ -6,8 +6,8 @@ block. docs/format.md specifies the file. All its data is also in the segments' 
 is made again.
 
 `write_index_files` keeps few index files, and few segments outside them, in each namespace, like an LSM tree.
-When enough rows are in none, they become one. Many of similar size are merged into one; so each key is
-written about twice, and a look-up searches few files. Who writes segments does this. Nothing waits for it.
+When enough rows are in none, they become one. Some of similar size are merged into one; so each key is
+written two to four times, and a look-up searches few files. Who writes segments does this, and nothing waits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -103,7 +103,7 @@ class IndexFile:
     def find(self, words: Words) -> tuple[Positions, Array]:
         """The entries of keys, ``(n, 2)``, and the position of each entry's key.
 
-        A key may have none, or several.
+        A key may have none, or several; an entry's segment may be none of the table.
         """
         step = max(1, _READ_AT_ONCE // (self._pages_per_block * _PAGE.itemsize))
         if len(words) > max(step, len(self._first_keys)):
@@ -112,15 +112,23 @@ class IndexFile:
             some = [self.find(words[first : first + step]) for first in range(0, len(words), step)]
             positions = [found + number * step for number, (found, _) in enumerate(some)]
             return np.concatenate(positions), np.concatenate([entries for _, entries in some])
-        pages = self._read(np.maximum(np.searchsorted(self._first_keys, words[:, 0], side="right") - 1, 0))
-        entries = pages["entries"].reshape(len(words), -1)
-        positions, columns = (entries["low"] == words[:, :1]).nonzero()
-        found = entries[positions, columns]
-        is_same = (found["high"] == words[positions, 1]) & (found["segment"] != _NO_SEGMENT)
-        if not is_same.all():
-            positions, columns, found = positions[is_same], columns[is_same], found[is_same]
-        _check(pages[positions, columns // _ROWS])
-        return positions, found
+        pages = self._read(np.maximum(self._first_keys.searchsorted(words[:, 0], side="right") - 1, 0))
+        left, low, numbers = np.arange(len(words)), words[:, 0], pages.view("<u8").reshape(-1)
+        page = left * self._pages_per_block + (pages["entries"]["low"][:, 1:, 0] <= words[:, :1]).sum(axis=1)
+        at = page * (_ROWS + 1)  # a page is as large as so many entries: one for its head, and its own
+        for step in (64, 32, 16, 8, 4, 2, 1):
+            at += step * (numbers.take(4 * (at + step)) < low)
+        entries, positions, slots = pages.view(ENTRY).reshape(-1), [left[:0]], [left[:0]]
+        while len(left):  # a key may have several entries
+            at += 1
+            is_alike = (numbers.take(4 * at, mode="clip") == low[left]) & (at < len(entries))
+            left, at = left[is_alike], at[is_alike]
+            is_same = numbers.take(4 * at + 1) == words[left, 1]
+            positions.append(left[is_same])
+            slots.append(at[is_same])
+        where = np.concatenate(positions)
+        _check(pages, page[where].tolist())
+        return where, entries.take(np.concatenate(slots))
 
     def _find_in_all(self, words: Words) -> tuple[Positions, Array]:
         """The same for more keys than there are blocks: read the index file from start to end."""
@@ -131,16 +139,13 @@ class IndexFile:
             begin = int(np.searchsorted(sorted_words[:, 0], np.uint64(first)))
             stop = int(np.searchsorted(sorted_words[:, 0], np.uint64(end - 1), side="right"))
             entries = self.between(first, end)
-            at = np.searchsorted(entries["low"], sorted_words[begin:stop, 0])
-            left = np.arange(begin, stop)
-            while len(left):  # a key may have several entries
-                is_there = at < len(entries)
-                is_there[is_there] = entries["low"][at[is_there]] == sorted_words[left[is_there], 0]
-                left, at = left[is_there], at[is_there]
-                is_same = entries["high"][at] == sorted_words[left, 1]
-                positions.append(order[left[is_same]])
-                found.append(entries[at[is_same]])
-                at += 1
+            least = np.searchsorted(entries["low"], sorted_words[begin:stop, 0])
+            counts = np.searchsorted(entries["low"], sorted_words[begin:stop, 0], side="right") - least
+            which = np.repeat(np.arange(begin, stop), counts)  # a key may have several entries
+            at = np.arange(len(which)) + np.repeat(least - np.cumsum(counts) + counts, counts)
+            is_same = entries["high"][at] == sorted_words[which, 1]
+            positions.append(order[which[is_same]])
+            found.append(entries[at[is_same]])
         return np.concatenate(positions), np.concatenate(found)
 
     def between(self, first: int, end: int) -> Array:
@@ -152,8 +157,8 @@ class IndexFile:
             return np.empty(0, ENTRY)
         pages = np.empty((stop - begin) * self._pages_per_block, _PAGE)
         offset = begin * self._pages_per_block * _PAGE.itemsize
-        self._fs.read_all(self._file(), [pages.view(np.uint8).data], offset)
-        _check(pages)
+        self._fs.read_all(self._descriptors.get(self.path), [pages.view(np.uint8).data], offset)
+        _check(pages, range(len(pages)))
         entries = pages["entries"].reshape(-1)
         low = entries["low"]
         inside: Array = entries[(low >= least) & (low <= most) & (entries["segment"] != _NO_SEGMENT)]
@@ -169,14 +174,11 @@ class IndexFile:
         """Close the file once no thread reads it any more."""
         self._descriptors.forget(self.path)
 
-    def _file(self) -> Descriptor:
-        return self._descriptors.get(self.path)
-
     def _read(self, blocks: Array) -> Array:
         """The pages of some blocks, ``(n, pages of a block)``; reads ahead if the disk is slow."""
         pages = np.empty((len(blocks), self._pages_per_block), _PAGE)
         size = self._pages_per_block * _PAGE.itemsize
-        view, file, fs = pages.view(np.uint8).reshape(-1).data, self._file(), self._fs
+        view, file, fs = pages.view(np.uint8).reshape(-1).data, self._descriptors.get(self.path), self._fs
         offsets: list[int] = (blocks * size).tolist()
         places = list(zip(range(0, len(view), size), offsets, strict=True))
         is_slow, read = fs.is_away(file), fs.read
@@ -191,12 +193,11 @@ class IndexFile:
         return pages
 
 
-def _check(pages: Array) -> None:
-    """Raise `DamagedError` if a page differs from its checksum."""
-    view = np.ascontiguousarray(pages).view(np.uint8).reshape(-1).data
-    size = _PAGE.itemsize
-    for number, checksum in enumerate(pages["checksum"].tolist()):
-        if xxh3_64_intdigest(view[number * size + 8 : number * size + size]) != checksum:
+def _check(pages: Array, which: Iterable[int]) -> None:
+    """Raise `DamagedError` if one of some pages differs from its checksum."""
+    view, sums, size = pages.view(np.uint8).reshape(-1).data, pages["checksum"].reshape(-1), _PAGE.itemsize
+    for number in which:
+        if xxh3_64_intdigest(view[number * size + 8 : number * size + size]) != sums.item(number):
             raise DamagedError("a page with another checksum")
 
 
@@ -341,7 +342,7 @@ def _seal(pages: Array) -> None:
 _LEAST_ROWS = 1 << 19  # of an index file; up to as many newer rows are in memory of each process
 _MOST_SEGMENTS = 1024  # outside of index files, however few rows they have
 _ALIKE = 2  # index files are similar if the ratio of their sizes is below this
-_MERGED = 8  # similar index files that are merged
+_MERGED = 4  # similar index files that are merged
 
 
 def is_due(segments: int, rows: int) -> bool:

@@ -599,9 +599,8 @@ class Segment:
             return starts, starts + size
         if self._offsets is None:
             return self._read_ranges(blocks)
-        return self._start + self._offsets[blocks].astype(np.int64), self._start + self._offsets[
-            blocks + 1
-        ].astype(np.int64)
+        bounds = self._start + self._offsets[np.stack([blocks, blocks + 1])].astype(np.int64)
+        return bounds[0], bounds[1]
 
     def _read_ranges(self, blocks: Array) -> tuple[Array, Array]:
         """Like `ranges`, from the file. Not checked here: the rows' checksums reveal wrong ranges."""

@@ -8,6 +8,7 @@ numbers, PIL images and torchvision's tensor classes are nodes around a tensor; 
 from __future__ import annotations
 
 import ast
+import enum
 import importlib
 import re
 import sys
@@ -38,6 +39,7 @@ _ADVICE: tuple[tuple[Any, str], ...] = (  # what to return instead of a value ``
     (Tensor, "{}.detach().as_subclass(torch.Tensor)"),
     (np.ndarray, "numpy.array({})"),
     (Mapping, "dict({})"),
+    (enum.Enum, "{}.value"),
     ((set, frozenset, range, Iterator), "list({})"),
     *((base, base.__name__ + "({})") for base in (bool, int, float, str, bytes, tuple)),
 )

@@ -109,7 +109,7 @@ class NamespaceIndex:
         self._numbers: dict[str, int] = {}  # by name
         self._index_files: list[IndexFile] = []  # the largest first
         self._targets: list[Array] = []  # for each index file, the numbers of its segments, then -1
-        self._seen_runs: frozenset[str] = frozenset()
+        self._seen_files: frozenset[str] = frozenset()
         self._doubted: set[str] = set()  # segments that contradict their index file
         self._lost = np.empty(0, np.int64)  # locations of damaged rows in segments that stay
 
@@ -253,10 +253,10 @@ class NamespaceIndex:
     def _look_at_index_files(self, files: Iterable[FileInfo], names: Collection[str]) -> bool:
         """Open the index files if they have changed; returns whether they have."""
         seen = frozenset(file.name for file in files if file.name not in self.names)
-        if seen == self._seen_runs:
+        if seen == self._seen_files:
             return False
         self._forget()
-        self._seen_runs = seen
+        self._seen_files = seen
         for name in seen:
             path = os.path.join(self._path, name)
             try:
@@ -299,7 +299,7 @@ class NamespaceIndex:
         waiting = [one for one in self.segments.values() if isinstance(one, Pending)]
         self.segments, self.table = {one.number: one for one in waiting}, KeyLocations()
         self._index_files, self._targets, self._files, self._numbers = [], [], {}, {}
-        self._seen_runs = frozenset()
+        self._seen_files = frozenset()
         for pending in waiting:
             for keys, first in pending.added():
                 self.table.add({pending.number: keys}, first)

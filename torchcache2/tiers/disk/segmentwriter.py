@@ -172,7 +172,7 @@ class SegmentWriter:
                 self.forget(pending)
                 return False
             self._publish(index, pending, encoded)
-            self._write_runs(index)
+            self._write_index_files(index)
             return True
         except Exception as error:
             self._health.write_fault(error, folder)
@@ -211,7 +211,7 @@ class SegmentWriter:
         if self._bucket is not None:
             self._bucket.mirror.wake()
 
-    def _write_runs(self, index: NamespaceIndex) -> None:
+    def _write_index_files(self, index: NamespaceIndex) -> None:
         """Write index files if many rows are in none, unless the process is about to end."""
         with self._index.lock():  # another thread may add files
             beside = index.beside_index_files
@@ -219,7 +219,7 @@ class SegmentWriter:
             return
         try:
             if not write_index_files(
-                self._index.directory, index.namespace, self._index.limit, self._has_room_for_run
+                self._index.directory, index.namespace, self._index.limit, self._has_room_for_index
             ):
                 return
             with self._index.lock():
@@ -231,7 +231,7 @@ class SegmentWriter:
         except OSError as error:
             self._health.fault(error, self._directory.folder(index.namespace))
 
-    def _has_room_for_run(self, size: int) -> bool:
+    def _has_room_for_index(self, size: int) -> bool:
         """Whether an index file fits into the budget; under ``lru``, a small one may evict segments."""
         if self._policy != "lru" or self._bucket is not None or size > self._budget // 8:
             return used_bytes(self._directory.scan()) + size <= self._budget

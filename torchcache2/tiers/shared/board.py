@@ -127,10 +127,10 @@ class _Word:
         self.place = place
 
     def __get__(self, board: Board, _: type) -> int:
-        return int(board.head.item(self.place))
+        return int(board.words[self.place])
 
     def __set__(self, board: Board, value: int) -> None:
-        board.head[self.place] = value
+        board.words[self.place] = value
 
 
 _MAGIC = 0x31_6B6E_6172_6374  # "tcrank1"
@@ -176,6 +176,7 @@ class Board:
         is_new = region is None
         self.region = Region.create(_SIZE) if region is None else region
         self.head = self.region.array("<i8", 0, PAGE // 8)
+        self.words = self.head.data  # reading one is several times faster than from an array
         tables, offset = [], PAGE
         for rows, columns in _SHAPES:
             tables.append(self.region.array("<i8", offset, rows * columns).reshape(rows, columns))
@@ -300,14 +301,9 @@ class Board:
         found = np.flatnonzero(self._live & same.all(axis=1))
         return int(found[0]) if len(found) else None
 
-    def is_live(self, file: int, inode: int) -> bool:
-        """Whether no process has dropped a file."""
-        files = self._files
-        return bool(files.item(file, _INODE) == inode != files.item(file, _DROPPED))
-
-    def is_dropped(self, file: int, inode: int) -> bool:
-        """Whether a process has dropped a file, and it is still open."""
-        return bool(self._files.item(file, _DROPPED) == inode)
+    def inodes(self, file: int) -> memoryview:
+        """The inode of a file, and the one that a process has dropped; changes show in them."""
+        return self._files[file, :_BYTES].data
 
     def add_file(self, namespace: bytes, region: Region, member: int, size: int) -> int | None:
         """List a new file of `size` bytes; returns its number, or None if there are too many."""

@@ -49,7 +49,7 @@ _SHARES = {
 _DATA = 4.0  # aligning rows to their size at most doubles the data
 _LEAST = 1 << 20
 _WORDS = 512  # of the head; the last ones are the sizes of ranges
-_PLACES = {name: _WORDS - 1 - i for i, name in enumerate(_SHARES)}  # the word with each range's length
+PLACES = {name: _WORDS - 1 - i for i, name in enumerate(_SHARES)}  # the word with each range's length
 _CHUNKS, _SCHEMAS, _TEXT_END, _DATA_END = 2, 3, 4, 5  # words of the head
 _TEXT, _LENGTH, _CURRENT, _TOTAL = range(4)  # of a schema: current is chunk << 32 | rows given out
 _ROW = (1 << 32) - 1
@@ -94,11 +94,11 @@ class Space:
 
     def length(self, name: str) -> int:
         """Bytes of a range that have memory."""
-        return int(self.head.item(_PLACES[name]))
+        return int(self.head.item(PLACES[name]))
 
     def set_length(self, name: str, size: int) -> None:
         """Set the length of a range in the head."""
-        self.head[_PLACES[name]] = size
+        self.head[PLACES[name]] = size
 
     def array(self, name: str, dtype: str) -> Array:
         """The part of a range that has memory."""

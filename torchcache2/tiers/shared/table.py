@@ -41,10 +41,10 @@ from torchcache2.core.rows import Rows, Schema
 from torchcache2.tiers.base import Make
 from torchcache2.tiers.index import KeyTable
 from torchcache2.tiers.shared.board import Board, Ticket
-from torchcache2.tiers.shared.chunks import Chunks, Space
+from torchcache2.tiers.shared.chunks import PLACES, Chunks, Space
 from torchcache2.tiers.shared.region import PAGE, Region, pages
 
-_TABLE, _TAKEN = 0, 1  # words of the head: slots of the table, and ordinals in use
+_TABLE, _TAKEN, _SUMS = 0, 1, PLACES["sums"]  # words of the head: slots, ordinals in use, bytes of sums
 _RANGES = {"keys": 16, "locations": 8, "sums": 8}  # bytes per ordinal
 _LEAST = PAGE // 8  # ordinals and slots at first; both fill whole pages
 _PART = 1 << 18  # slots that are placed at once, as each takes much more memory meanwhile
@@ -64,7 +64,7 @@ class SharedIndex:
 
     def __init__(self, space: Space) -> None:
         self._space = space
-        self._head = space.head
+        self._head, self._words = space.head, space.head.data  # reading one of the latter is faster
         self._seen = (-1, -1)
         self.refresh()
 
@@ -89,7 +89,7 @@ class SharedIndex:
 
     def refresh(self) -> None:
         """See changes of other processes."""
-        seen = int(self._head.item(_TABLE)), self._space.length("sums")
+        seen = self._words[_TABLE], self._words[_SUMS]
         if seen == self._seen:
             return
         count = seen[0]
@@ -116,7 +116,8 @@ class SharedIndex:
 
     def find_one(self, low: int, high: int) -> tuple[int, int]:
         """Like `find`, for one key; may miss a key if another process has just replaced the table."""
-        self.refresh()
+        if (self._words[_TABLE], self._words[_SUMS]) != self._seen:
+            self.refresh()
         ordinal = self._table.find_one(low, high)
         return ordinal, self.locations.item(ordinal) if ordinal >= 0 else 0
 
@@ -190,6 +191,7 @@ class SharedTable:
         self.region, self.board, self.file = region, board, file
         self.lock = lock
         self.corrupt = 0
+        self._inodes = board.inodes(file)
         space = Space(region, board, file, lock)
         self._index, self._chunks = SharedIndex(space), Chunks(space)
         self._checked = np.zeros(0, bool)  # rows that this process has read, or written
@@ -213,12 +215,12 @@ class SharedTable:
     @property
     def is_live(self) -> bool:
         """Whether no process has dropped it."""
-        return self.board.is_live(self.file, self.region.inode)
+        return bool(self._inodes[0] == self.region.inode != self._inodes[1])
 
     @property
     def is_dropped(self) -> bool:
         """Whether a process has dropped it; False once all have closed it."""
-        return self.board.is_dropped(self.file, self.region.inode)
+        return bool(self._inodes[1] == self.region.inode)
 
     def get(
         self, words: Words, runtime: Runtime | None, spare: SpareMemory | None
