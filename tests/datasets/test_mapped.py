@@ -33,6 +33,11 @@ class Samples(Dataset):
         return torch.tensor([1.0, 2.0, 3.0]) * index, index
 
 
+class Drawn(Samples):
+    def __getitem__(self, index):
+        return super().__getitem__(index)[0] + index, torch.rand(1)
+
+
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -242,6 +247,97 @@ def test_a_worker_finds_rows_and_runs_no_map(workers):
         with pytest.raises(NotCachedError, match=r"nothing is kept for sample 10"):
             list(DataLoader(data, None, sampler=[9, 10], **options))
         same(torch.cat(list(data.loader(4, **options))), torch.cat(plain(NET)))
+
+
+SCALE = 1.0
+
+
+def scaled(samples):
+    return default_collate(samples)[0] * SCALE
+
+
+@contextlib.contextmanager
+def other(what, net):
+    """A change of a map's weights, of its collate_fn, or of torch's modes."""
+    global SCALE
+    modes = torch.autocast("cpu", torch.bfloat16, enabled=what == "mode")
+    with modes:
+        if what == "weights":
+            net.weight.data.mul_(2)
+        SCALE = 3.0 if what == "collate_fn" else 1.0
+        try:
+            yield
+        finally:
+            SCALE = 1.0
+            if what == "weights":
+                net.weight.data.div_(2)
+
+
+@pytest.mark.parametrize("what", ["weights", "collate_fn", "mode"])
+@pytest.mark.parametrize("made", ["inserted", "warmed up", "asked for"])
+def test_after_a_change_rows_are_found_and_kept_under_new_names(what, made, path):
+    net = nn.Linear(3, 2, bias=False).requires_grad_(False)
+    net.weight.data.copy_(torch.arange(6.0).view(2, 3))
+
+    def wanted():
+        return [net(batch) for batch in DataLoader(Samples(), 4, collate_fn=scaled)]
+
+    with contextlib.closing(
+        CachedDataset(Samples(), path, map=lambda batch: net(batch), collate_fn=scaled)
+    ) as data:
+        data.warmup()
+        assert len(data.missing()) == 0
+        before = wanted()
+        with other(what, net):
+            assert len(data.missing()) == COUNT
+            after = wanted()
+            same(data[5], after[1][1])
+            if made == "inserted":
+                for number, rows in enumerate(after):
+                    data.insert(range(4 * number, 4 * number + 4), rows)
+            elif made == "warmed up":
+                assert data.warmup().computed == COUNT - 1
+            else:
+                same(list(data.loader(4)), after)
+            assert len(data.missing()) == 0
+            same(list(DataLoader(data, 4, num_workers=1)), after)
+            same([pickle.loads(pickle.dumps(data))[i] for i in (0, 7)], [after[0][0], after[1][3]])
+        same([data[i] for i in range(4)], list(before[0]))
+        same(list(data.loader(4)), before)
+        with other(what, net):
+            data.seal()
+            same(list(data.loader(4)), after)
+            same([data[i] for i in range(4)], list(after[0]))
+
+
+@pytest.mark.parametrize("what", ["map", "collate_fn", "seed", "view", "sealed"])
+def test_what_refers_to_a_mapped_dataset_goes_by_its_map(what, path):
+    def drawn(batch, generators):
+        return torch.stack([torch.rand(2, generator=one) for one in generators]) + batch[:, :2]
+
+    def made(is_other):
+        net = Net()
+        net.scale = 2.0 if is_other and what in ("map", "sealed") else 1.0
+        function = drawn if what == "seed" else lambda batch: net.layer(batch) * net.scale
+        collate = scaled if is_other and what == "collate_fn" else lambda some: default_collate(some)[0] + 1
+        options = {"views": 2} if what == "view" else {"seed": int(is_other and what == "seed")}
+        data = CachedDataset(
+            Drawn() if what == "view" else Samples(), map=function, collate_fn=collate, **options
+        )
+        if what == "view":
+            data.set_view(is_other)
+        if what == "sealed":
+            data.warmup()
+            data.seal()
+        return data
+
+    for is_other in (False, True):
+        data = made(is_other)
+        wanted = [data[i] for i in range(COUNT)]
+        for hits in (0, COUNT):
+            with contextlib.closing(CachedDataset(made(is_other), path)) as outer:
+                same([outer[i] for i in range(COUNT)], wanted)
+                assert outer.stats().hits == hits
 
 
 def test_a_copy_never_gives_samples_for_what_a_map_makes(monkeypatch):

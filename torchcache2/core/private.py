@@ -255,7 +255,17 @@ _EPS = {"none": 0.0, "ieee": 0.0, "tf32": 2.0**-10, "bf16": 2.0**-7} | {
 # The initial mode is "none": full precision. "highest" sets "ieee", which is equivalent.
 _USUAL = {unit: {"none", "ieee"} for unit in _UNITS} | {("cuda", "conv"): {"tf32"}, ("cuda", "rnn"): {"tf32"}}
 _ALL_USUAL = frozenset(product(*_USUAL.values()))
-_HERE = ("cpu", "cuda")
+
+
+def _has_autocast(kind: str) -> bool:
+    with contextlib.suppress(RuntimeError):
+        torch.is_autocast_enabled(kind)
+        return True
+    return False
+
+
+# A model may be on another device than a call's arguments, such as texts.
+_HERE = tuple(filter(_has_autocast, ("cpu", "cuda", "mps", "xpu")))
 
 
 def modes(devices: Iterable[str]) -> str:
@@ -296,6 +306,6 @@ def product_precision() -> float:
     return max(values)
 
 
-def autocast_keeps_weights(devices: Iterable[str]) -> bool:
+def autocast_keeps_weights() -> bool:
     """Whether autocast may compute with outdated copies of weights."""
-    return torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, devices))
+    return torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, _HERE))

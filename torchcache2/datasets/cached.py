@@ -516,6 +516,7 @@ class CachedDataset(Keeper, Dataset[Any]):
         """The store; `NotCachedError` if nothing is cached."""
         if self._store is None:
             raise NotCachedError(f"{self!r} caches nothing: it is closed, or turned off, or both sizes are 0")
+        self._store.follow()
         return self._store
 
     def estimate(self, *, batches: int = 4, batch_size: int = 64) -> Estimate:
@@ -571,6 +572,7 @@ class CachedDataset(Keeper, Dataset[Any]):
         count = len(self)
         if self._store is None:
             return np.arange(count)
+        self._store.follow()
         absent = self._store.levels.absent(count * self._recipe.views)
         return absent if self._recipe.views == 1 else np.unique(absent % count)
 
@@ -601,6 +603,7 @@ class CachedDataset(Keeper, Dataset[Any]):
                 "CachedDataset(None, cache_dir)"
             )
         self.flush()
+        self._recipe.renew()
         self._recipe.map = None
         store.end_map()
 
@@ -659,9 +662,15 @@ class CachedDataset(Keeper, Dataset[Any]):
         return self._recipe.explained(directory, is_cached=store is not None)
 
 
+def _counted(cached: CachedDataset) -> tuple[Any, ...]:
+    """What stands for a cached dataset in the key of what refers to it."""
+    recipe, more = cached._recipe, list[Any]()
+    if recipe.is_mapped:
+        more += [recipe.identity.namespace] if recipe.map is None else recipe.map.counted
+    if recipe.views > 1:
+        more.append(cached._view)
+    return recipe.dataset, recipe.transform, *more
+
+
 setattr(CachedDataset, ADDED_ATTRIBUTE, True)
-setattr(
-    CachedDataset,
-    ORIGINAL_ATTRIBUTE,
-    property(lambda self: (self._recipe.dataset, self._recipe.transform)),
-)
+setattr(CachedDataset, ORIGINAL_ATTRIBUTE, property(_counted))

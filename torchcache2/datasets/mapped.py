@@ -31,7 +31,7 @@ from torchcache2.core.values import UnstorableError, mapped
 from torchcache2.datasets.identity import as_array, as_index
 from torchcache2.datasets.samplekeys import SampleKeys
 from torchcache2.datasets.source import One, Source
-from torchcache2.datasets.store import Levels, Store
+from torchcache2.datasets.store import Levels, Store, in_mode
 from torchcache2.datasets.tally import Tally
 from torchcache2.datasets.views import generator
 from torchcache2.decorator.bypass import BypassError
@@ -115,10 +115,14 @@ class Map:
         keeper.name = self.title = getattr(function, "__name__", type(function).__name__)
         keeper.methods = set(keeper.called)
         keeper.arguments |= set(settings.ignore)  # they may be paths of the samples
-        usual = Signature(_by_index, shared=(), content=FileDigests(None).of).bind((_ONE,), {}).context
         keeper.beside = {f"samples {name}": data for name, data in samples.parts.items()}
         keeper.texts = {f"samples {name}": text for name, text in samples.values.items()}
-        keeper.beside["modes of torch"] = digest([usual])
+        signature = functools.partial(Signature, _by_index, shared=(), content=FileDigests(None).of)
+        keeper.beside["modes of torch"] = digest([signature().bind((_ONE,), {}).context])
+        self._signature = signature(
+            method=self.method, ignore=settings.ignore, code_version=settings.code_version
+        )
+        self._usual = modes(("cpu",))
         self._sample_keys, self._seed = sample_keys, seed
         self._draws = False
         with contextlib.suppress(TypeError, ValueError):  # it has no signature
@@ -126,17 +130,31 @@ class Map:
             self._draws = "generators" in inspect.signature(called).parameters
         if self._draws:
             keeper.beside["seed"], keeper.texts["seed"] = digest([text_bytes(str(seed))]), str(seed)
-        if collate is not None:
-            keeper.beside["collate_fn"] = self._of_collate(settings)
-        keeper.look(root)
+        self._collating = Owner(None).keeper(settings)
+        self._collate = None if collate is None else watchable(collate)
+        self.now()
+        keeper.unread += self._collating.unread
 
-    def _of_collate(self, settings: CacheSettings) -> bytes:
-        collate = self.collate
-        assert collate is not None
-        keeper = Owner(None).keeper(settings)
-        keeper.look(watchable(collate))
-        self.keeper.unread += keeper.unread
-        return keeper.fingerprint.namespace
+    @property
+    def counted(self) -> list[Any]:
+        """What it depends on, besides the samples."""
+        return [self.function, self.collate, self._seed if self._draws else None]
+
+    def look_at_collate(self) -> None:
+        """Notice what has changed in `collate`; the keeper notices changes of the function."""
+        if self._collate is not None:
+            self.keeper.put_beside("collate_fn", self._collating.look(self._collate).namespace)
+
+    def now(self) -> tuple[bytes, bytes | None]:
+        """The namespace, and the mode, of what it would make now; see `Levels`."""
+        self.look_at_collate()
+        return self.keeper.look(self.root).namespace, self.mode()
+
+    def mode(self) -> bytes | None:
+        """The modes of torch, as 16 bytes; None: those in the namespace."""
+        if modes(("cpu",)) == self._usual:
+            return None
+        return digest([self._signature.bind((_ONE,), {}).context])
 
     def of(self, samples: list[Any], indices: Sequence[int]) -> Any:
         """What the function makes of samples at some indices, on the host."""
@@ -187,8 +205,6 @@ class Mapped(ModuleCache):
         self._plain = plain
         self.bind(made_of.root, plain, made_of.method)
         self.keeper.name = self.engine.name = made_of.title
-        # A call under other modes of torch than those in the namespace has other keys: see `_names`.
-        self._usual = self._known.signature.bind((_ONE,), {}).context
 
     def __call__(self, indices: Sequence[int]) -> Any:
         """The output for n samples, its tensors on the CPU."""
@@ -201,6 +217,12 @@ class Mapped(ModuleCache):
 
     def _called(self, compiler: Compiler, indices: Tensor) -> Any:
         return self.call(Forward(self._plain, compiler), (indices,), {})
+
+    def _computation(
+        self, root: Any, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Computation | None:
+        self.map.look_at_collate()
+        return super()._computation(root, forward, args, kwargs)
 
     def asked(self, indices: Positions) -> Computation | None:
         """The call for n samples, as the module is now; None if it cannot be cached."""
@@ -237,7 +259,7 @@ class Mapped(ModuleCache):
     def _holds(self, asked: Computation) -> bool:
         """Whether the map, its weights and the modes of torch are still those of a call."""
         try:
-            is_same = self.keeper.look(self.living_root()).namespace == asked.keys.namespace
+            is_same = self.map.now()[0] == asked.keys.namespace
         except Exception:  # the usual call says why
             return False
         return is_same and asked.call.context.endswith(sized(text_bytes(modes(("cpu",)))))
@@ -274,14 +296,12 @@ class Mapped(ModuleCache):
     def _names(self, namespace: bytes, call: BoundCall) -> Keys:
         """The keys of a call's samples; under other modes of torch, they have other keys."""
         keys = self._keys_of(namespace, call.args[0].numpy())
-        data = keys.data
-        if call.context != self._usual:
-            data = data ^ np.frombuffer(digest([call.context]), np.uint8)
-        return Keys(namespace, data)
+        return in_mode(keys, self.map.mode())
 
     def description(self, namespace: bytes) -> dict[str, Any]:
         """The description of the samples' namespace."""
-        return dict(self._described())
+        own = super().description(namespace)
+        return {**self._described(), **{name: own[name] for name in ("parts", "values") if name in own}}
 
 
 def parts_of(output: Any, count: int, lists: Lists) -> Parts:
@@ -307,12 +327,14 @@ class MappedStore(Store):
     ) -> None:
         super().__init__(name, levels, tally, source)
         self.mapped = mapped
+        self._has_followed = False
 
     def fetch(self, indices: Sequence[Any], one: One | None = None) -> list[Any]:
         """What the map makes of n samples; in a worker, an error if it is not there."""
         plain = [as_index(index) for index in indices]
         if self.is_making:
             return self.mapped.items(self.output(plain), len(plain))  # type: ignore[union-attr]
+        self.follow()
         keys, is_worker = self.levels.keys(plain), get_worker_info() is not None
         sought = self.find(keys)
         if is_worker and not sought.found.all():
@@ -330,6 +352,21 @@ class MappedStore(Store):
             raise NotCachedError(f"{self.name}: nothing is kept for sample {missing!r}, and {why}")
         self.tally.add(**sought.counts)
         return sought.samples
+
+    def find_one(self, index: int) -> list[Any]:
+        """As for samples, of what the map would make now."""
+        try:
+            self.follow()
+        except Exception:  # the usual call says why
+            return []
+        return super().find_one(index)
+
+    def follow(self) -> None:
+        """Name the rows of what the map, its weights and the modes of torch are now."""
+        if self.mapped is None or self._has_followed:
+            return
+        self.levels.namespace, self.levels.mode = self.mapped.map.now()
+        self._has_followed = not self.is_making  # a worker's copy does not change
 
     def end_map(self) -> None:
         """Run the map no more."""
@@ -371,13 +408,15 @@ class MappedStore(Store):
         if mapped.drew:
             mapped.drew = False
             self.moved(indices[0], None)
-        if counters.misses > before[0] and not self.levels.by.hold(self.levels.keys(indices), indices):
+        by = self.levels.by
+        if counters.misses > before[0] and not by.hold(by.of(bytes(16), indices), indices):
+            self.follow()
             self.levels.clear()
             self.told(
                 "edited", "%s: a file was edited while it was loaded, so all rows are dropped", self.name
             )
         if tally.drops != drops:
-            self.levels.drop(self.levels.namespace)
+            self.levels.drop(mapped.namespace)
         return output
 
     def insert(self, keys: Keys, output: Any) -> None:
@@ -385,4 +424,4 @@ class MappedStore(Store):
         if self.mapped is None:
             raise NotCachedError(f"{self.name}: nothing can be inserted, as it is sealed, or a copy")
         for positions, rows in self.mapped.parts(output, len(keys)):
-            self.levels.keep(keys.take(positions), rows)
+            self.levels.put(self.mapped, keys.take(positions), rows)

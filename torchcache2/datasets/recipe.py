@@ -73,6 +73,8 @@ class Recipe:
         What is made of samples, which is then kept in their place; pickles have none.
     views : int
         How many variants each sample has.
+    mode : bytes or None
+        See `Levels`.
     """
 
     title: str
@@ -91,6 +93,7 @@ class Recipe:
     verify: float = 0.0
     map: Map | None = None
     views: int = 1
+    mode: bytes | None = None
 
     @property
     def is_mapped(self) -> bool:
@@ -166,7 +169,14 @@ class Recipe:
         title = f"CacheLoader {key_prefix!r}"
         return cls(title=title, identity=identity, document=text, settings=settings, tally=Tally(), **kept)
 
+    def renew(self) -> None:
+        """Identify what the map would make now: its weights may have changed."""
+        if self.map is not None:
+            _, self.mode = self.map.now()
+            self.identity = self.identity._replace(fingerprint=self.map.keeper.fingerprint)
+
     def __getstate__(self) -> dict[str, Any]:
+        self.renew()
         return vars(self) | {"map": None}  # it runs in this process only
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -220,7 +230,7 @@ class Recipe:
         namespace, tally = self.identity.namespace, self.tally
         own = self.settings, namespace, self.document, self.options, self.job, tally, self.sample_keys
         levels = Levels(*own, **options)
-        self.job = levels.job
+        self.job, levels.mode = levels.job, self.mode
         return levels
 
     def seen(self) -> bytes:
@@ -237,6 +247,7 @@ class Recipe:
             bypass = "closed, or turned off by TORCHCACHE_DISABLE, or both sizes are 0"
         elif self.tally.is_random:
             bypass = "it draws random numbers"
+        self.renew()
         now = self.identity.fingerprint
         if self.serving is not None and bypass is None:
             return (
@@ -291,6 +302,7 @@ class Keeper:
         """
         self._recipe.check_clear()
         if self._store is not None:
+            self._store.follow()
             self._store.levels.clear()
 
     def close(self) -> None:

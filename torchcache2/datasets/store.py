@@ -46,8 +46,11 @@ class Levels(TierStack):
     tiers.
 
     Ranks with the same `name` share memory and temporary folder; so do processes with the same `job` (16
-    bytes), such as workers. `by` says which sample an index is.
+    bytes), such as workers. `by` says which sample an index is. Under another `mode` of torch, the rows that
+    a map has made have other keys.
     """
+
+    mode: bytes | None = None
 
     def __init__(
         self,
@@ -103,7 +106,7 @@ class Levels(TierStack):
 
     def keys(self, indices: Sequence[Any] | Positions) -> Keys:
         """The keys of the samples at n indices."""
-        return self.by.of(self.namespace, indices)
+        return in_mode(self.by.of(self.namespace, indices), self.mode)
 
     @property
     def _lasting(self) -> Sequence[Tier]:
@@ -150,7 +153,7 @@ class Levels(TierStack):
         drops = self._tally.drops
         found = super().found(keys)
         if self._tally.drops != drops:  # rows read from disk before may be in memory now
-            self.drop(self.namespace)
+            self.drop(keys.namespace)
         return found
 
     def drops(self, namespace: bytes) -> Any:
@@ -243,6 +246,11 @@ class Levels(TierStack):
         )
 
 
+def in_mode(keys: Keys, mode: bytes | None) -> Keys:
+    """The keys of the same samples under a mode of torch, of 16 bytes; None: that of the namespace."""
+    return keys if mode is None else Keys(keys.namespace, keys.data ^ np.frombuffer(mode, np.uint8))
+
+
 _MOST_REBUILDERS = 1024
 _NOTHING: list[Any] = []
 
@@ -298,6 +306,9 @@ class Store:
         """Whether found samples are loaded again, now and then, or none are kept."""
         return self._verify > 0.0 or self.tally.is_random
 
+    def follow(self) -> None:
+        """Name the rows of what would be made now; that of samples does not change."""
+
     def close(self) -> None:
         """Write queued rows, and release memory and servers."""
         self.levels.close()
@@ -322,7 +333,7 @@ class Store:
     def find_one(self, index: int) -> list[Any]:
         """The fast path: a list with the sample at an int, if memory has it; empty in all other cases."""
         is_plain = 0 <= index < self.end and not self._verify and not self.tally.is_random
-        if not is_plain or torch.is_inference_mode_enabled():
+        if not is_plain or torch.is_inference_mode_enabled() or self.levels.mode is not None:
             return _NOTHING
         start, levels = time.perf_counter_ns(), self.levels
         found = levels.tiers[0].get_one(levels.namespace, *levels.by.one(index), self._made)

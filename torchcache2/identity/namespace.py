@@ -23,7 +23,6 @@ from torchcache2.identity.walk import Lazy, Loaded, Walk
 
 _NONE = bytes(16)
 _MOST_REMEMBERED = 16
-_DEVICES = ("cpu", "cuda")
 
 
 class Snapshot(NamedTuple):
@@ -158,10 +157,16 @@ class NamespaceKeeper:
                 self._read()
                 is_new = before not in (_NONE, self.fingerprint.namespace)
                 self._has_old_casts |= is_new and self._tensors.with_grad is not None
-            self._has_old_casts = self._has_old_casts and autocast_keeps_weights(_DEVICES)
+            self._has_old_casts = self._has_old_casts and autocast_keeps_weights()
             tensors = self._tensors
             namespace, generation = self.fingerprint.namespace, tensors.generation
             return Snapshot(namespace, tensors, generation, self._has_old_casts)
+
+    def put_beside(self, name: str, data: bytes) -> None:
+        """Set a part that is not the module's."""
+        with self._lock():
+            self._is_known &= self.beside.get(name) == data
+            self.beside[name] = data
 
     def holds(self) -> bool:
         """Whether the bytes of tensors that arrived since the last check show no edit."""
