@@ -478,6 +478,12 @@ def test_a_codec_that_saves_less_than_a_tenth_is_not_used(zeros, expected):
     assert (layout.row_data_bytes <= 0.9 * 400_000) == (expected == "brotli")
 
 
+def test_the_sample_does_not_keep_step_with_what_recurs():
+    output = (torch.arange(448) % 7)[:, None].repeat(1, 1000)  # every seventh row is zeros
+    layout = encode(batches_of((output, 448)), codec_of("brotli")).layout
+    assert layout.row_data_bytes < output.nbytes / 20
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_load_file_has_the_tensor_where_safetensors_knows_its_dtype(tmp_path, dtype):
     x = filled(dtype, (3, 2, 5))

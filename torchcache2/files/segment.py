@@ -37,6 +37,7 @@ from torchcache2.files.layout import (
 
 _LEAST_SAVED = 0.1  # a codec that saves less is not worth its time
 _HOPELESS = 0.98  # if a sample does not shrink below this share, do not try the rest
+_PRIME = 7919
 _SAMPLES = 32
 _SLICE = 1 << 16  # bytes of each leaf
 _LARGE = 2 * _SAMPLES * _SLICE
@@ -224,7 +225,9 @@ def _sample(pieces: Sequence[Sequence[Bytes2D]], per_block: int) -> list[list[By
         return list(_blocks(pieces, per_block))
     step = per_block if size > _SLICE else 1
     places = [(columns, row) for columns in pieces for row in range(0, len(columns[0]), step)]
-    places = places[:: max(1, len(places) // _SAMPLES)]
+    apart = max(1, len(places) // _SAMPLES)
+    firsts = range(0, len(places) - apart + 1, apart)  # and a bit later, as rows may recur in the same rhythm
+    places = [places[first + number * _PRIME % apart] for number, first in enumerate(firsts)]
     each = max(1, _SAMPLES // len(places)) if size > _SLICE else 1
     found = []
     for number, (columns, row) in enumerate(places * each):
