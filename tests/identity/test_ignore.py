@@ -201,20 +201,6 @@ def test_a_pattern_that_matches_nothing_is_warned_of_once(log):
     assert texts(log).count("ignore='tokenizer.mmeo' matches nothing") == 1 and "'seen' m" not in texts(log)
 
 
-def test_a_part_that_is_left_out_anyway_may_be_named(log):
-    class Coder(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.encoder, self.decoder = nn.Linear(2, 2), nn.Linear(2, 2)
-
-        def encode(self, x):
-            return self.encoder(x)
-
-    coder = torchcache(Coder().requires_grad_(False), methods=("encode",), ignore=("decoder.*", "deoder.*"))
-    coder.encode(torch.rand(2, 2))
-    assert texts(log).count("matches nothing") == texts(log).count("ignore='deoder.*' matches nothing") == 1
-
-
 def test_ignored_arguments_reach_the_forward_and_have_no_key(log):
     given = []
 
