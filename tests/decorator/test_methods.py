@@ -417,7 +417,7 @@ def test_each_way_to_decorate_finds_the_same_rows(tmp_path, x):
             WAYS[way](obj, options)
         with torch.no_grad():
             obj.encode_image(x), "encode_text" in cache_of(obj).methods and obj.encode_text(x)
-        folders.add(cache_of(obj).of("encode_image").module_hash)
+        folders.add(cache_of(obj).module_hash)
         assert (cache_of(obj).stats().misses == 0) == (number > 0), way
         cache_of(obj).close()
     for name, value in dict(vars(Clip)).items():
@@ -528,8 +528,8 @@ def test_copies_and_pickles(made, called, x):
             getattr(twin, module).weight.mul_(2)
         assert not torch.equal(getattr(twin, name)(x), expected)
         assert torch.equal(getattr(obj, name)(x), expected)
-        keepers, copied = ([cache.keeper for cache in cache_of(one).methods.values()] for one in (obj, twin))
-        assert list(map(copied.index, copied)) == list(map(keepers.index, keepers))
+        caches = cache_of(twin).methods.values()
+        assert len({id(cache.keeper) for cache in caches}) == 1
 
 
 # Again, and not any more

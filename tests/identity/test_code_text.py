@@ -80,9 +80,9 @@ def test_small_edits_are_seen_and_comments_are_none(old, new, load, tmp_path):
     path, texts = tmp_path / "model.py", [f"def model(x):\n    {body}\n" for body in (old, new)]
     written(path, texts[0])
     function = load(path).model
-    assert function_source(function.__code__, CompiledTexts()) == texts[0]
+    assert function_source(function, CompiledTexts()) == texts[0]
     written(path, texts[1])
-    assert function_source(function.__code__, CompiledTexts()) == (texts[1] if "another" in new else None)
+    assert function_source(function, CompiledTexts()) == (texts[1] if "another" in new else None)
 
 
 @pytest.mark.parametrize(("old", "new"), EDITS)

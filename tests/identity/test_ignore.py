@@ -43,10 +43,8 @@ class Encoder(nn.Module):
         self.register_buffer("seen", torch.zeros(()))
         self.config = {"lr": 0.1, "scale": 1.0}
 
-    def forward(self, x, texts, adapted=False):
+    def forward(self, x, texts):
         self.seen += len(x)
-        if adapted:
-            x = self.lora_A(x)
         factors = torch.tensor([self.tokenizer(text) for text in texts])
         return x * factors[:, None] * self.config["scale"] + self.config["lr"] * 0 + 0 * self.seen
 

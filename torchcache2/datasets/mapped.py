@@ -110,10 +110,10 @@ class Map:
         self.root = root
         self.owner = Owner(None)
         self.owner.root = weakref.ref(root)
-        is_function = isinstance(root, types.FunctionType)
-        self.keeper = keeper = self.owner.keeper(settings, "" if is_function else self.method)
+        self.keeper = keeper = self.owner.keeper(settings)
         keeper.name = self.title = getattr(function, "__name__", type(function).__name__)
-        keeper.methods = set(keeper.called)
+        if not isinstance(root, types.FunctionType):
+            keeper.methods = {self.method}
         keeper.arguments |= set(settings.ignore)  # they may be paths of the samples
         keeper.beside = {f"samples {name}": data for name, data in samples.parts.items()}
         keeper.texts = {f"samples {name}": text for name, text in samples.values.items()}

@@ -60,29 +60,24 @@ class Owner:
         self.history = history
         self.methods: weakref.WeakValueDictionary[str, ModuleCache] = weakref.WeakValueDictionary()
         self.last = ""  # the method of the last call
-        self._peers = weakref.WeakSet[NamespaceKeeper]()
         self._keepers: dict[tuple[Any, ...], NamespaceKeeper] = {}
 
-    def keeper(self, settings: CacheSettings, method: str = "") -> NamespaceKeeper:
-        """The keeper of a method's namespace, by the options that are part of it."""
+    def keeper(self, settings: CacheSettings) -> NamespaceKeeper:
+        """The keeper of the object's namespace, by the options that are part of it."""
         names = ("persistent_module_hash", "version", "code_version", "cache_dtype", "distributed", "ignore")
-        key = method, *[getattr(settings, name) for name in names]
-        if key not in self._keepers:
+        options = tuple(getattr(settings, name) for name in names)
+        if options not in self._keepers:
             keeper = NamespaceKeeper("a cache without a module", settings, self.history)
-            keeper.called, keeper.peers = (method,) if method else (), self._peers
             self.history = keeper.history
-            self._keepers[key] = keeper
-            self._peers.add(keeper)
-        return self._keepers[key]
+            self._keepers[options] = keeper
+        return self._keepers[options]
 
     def add(self, name: str, cache: ModuleCache) -> None:
-        """Register the cache of a method, which has a namespace of its own if it uses other parts."""
+        """Register the cache of a method."""
         self.methods[name] = cache
-        if cache.keeper.called != (name,):
-            cache.keeper = cache._known.keeper = self.keeper(cache.settings, name)
         for keeper in self._keepers.values():
-            if not keeper.methods >= {*self.methods}:
-                keeper.methods = {*keeper.methods, *self.methods}
+            if name not in keeper.methods:
+                keeper.methods = {*keeper.methods, name}
                 keeper.reset()
 
 
@@ -135,12 +130,12 @@ class ModuleCache:
         """
         self.method, self._others = method, tuple(map(inspect.signature, others))
         self._owner.root = weakref.ref(root)
-        if not _is_function(root):
-            self._owner.add(method, self)
         self.keeper.name = root.__name__ if _is_function(root) else type(root).__name__
         self._read_signature(plain)
         self._known.runner.bind(plain)
         self.engine.name = self.name
+        if not _is_function(root):
+            self._owner.add(method, self)
 
     def _read_signature(self, plain: Plain) -> None:
         shared, items = (
@@ -228,7 +223,7 @@ class ModuleCache:
         why. The namespace is compared with this module's previous one; if there is none, with that of another
         module of its class under the same decorator; or else with the last used one in the cache directory.
         If the namespace is unchanged, the arguments of the last two calls are compared. At the end comes what
-        `ignore` leaves out, and which parts no cached method uses.
+        `ignore` leaves out.
         """
         asked = self.of(method) if method is not None else self.methods.get(self._owner.last, self)
         return asked._explained()
@@ -243,24 +238,20 @@ class ModuleCache:
         if len(calls) == 2 and calls[0].namespace == calls[1].namespace == now.namespace:
             text = of_calls(*calls) if why is None else f"not cached: {why}"
         else:
-            seen = self._class(), now, before, why, directory, self._made, self.method
-            text = compared(self.name, *seen)
+            text = compared(self.name, self._class(), now, before, why, directory, self._made)
         if not (self._owner.last or self.stats().misses):
             text += f"\n{self.name} was not called yet; if you call another method, name it in methods="
         names = self._known.signature.ignored - {*self.keeper.ignored}
         paths = [*self.keeper.ignored, *[f"argument {name}" for name in sorted(names)]]
         ignored = at_most([f"left out by ignore: {path}" for path in paths])
-        unused = at_most([f"left out, as no cached method uses it: {path}" for path in self.keeper.unused])
-        return "\n".join([text, *ignored, *unused])
+        return "\n".join([text, *ignored])
 
     warmup, estimate = warm_up, estimate  # methods; documented in `warmup.py`
 
     def description(self, namespace: bytes) -> dict[str, Any]:
         """A description of the namespace as JSON, for people and `explain`."""
         document = self.engine.document()
-        mine = (namespace, bytes(16))  # the second: not called yet
-        methods = sorted(name for name, one in self.methods.items() if one.namespace in mine)
-        document |= {"class": self._class(), "label": self.settings.label, "methods": methods}
+        document |= {"class": self._class(), "label": self.settings.label, "methods": sorted(self.methods)}
         fingerprint = self.fingerprint  # read once: another thread may change it
         if fingerprint.namespace == namespace:
             document["parts"] = {name: data.hex() for name, data in fingerprint.parts.items()}
@@ -539,7 +530,7 @@ class ModuleCache:
         """Close only this cache: its method is no longer cached."""
         if self._owner.methods.get(self.method) is self:
             del self._owner.methods[self.method]
-        others = self._owner.methods.values()  # their rows may be in the same namespace
+        others = self._owner.methods.values()  # their rows are in the same namespace
         self.engine.close(forgets=all(one.engine.tiers is not self.engine.tiers for one in others))
 
     def _drop_mistaken(self) -> None:
@@ -592,9 +583,9 @@ class ModuleCache:
         twin.method, twin._others = self.method, self._others
         twin._known.signature = self._known.signature
         twin._is_without_grad = self._is_without_grad
+        twin.keeper.name, twin.engine.name = self.keeper.name, self.engine.name
         twin._owner.root = weakref.ref(copy)
         twin._owner.add(twin.method, twin)
-        twin.keeper.name, twin.engine.name = self.keeper.name, self.engine.name
         twin.kept = deepcopy(self.kept, memo)
         return twin
 

@@ -86,12 +86,11 @@ def compared(
     bypass: str | None,
     directory: CacheDirectory | None,
     since: str,
-    method: str = "",
 ) -> str:
     """Why rows of `name`, whose class is `kind`, may not have been found.
 
     `before` is the fingerprint before `now`, `bypass` says why nothing is cached, and `since` is the start of
-    this run, as an ISO time. Earlier runs cached the same `method`.
+    this run, as an ISO time.
     """
     lines = [f"not cached: {bypass}"] if bypass is not None else []
     if before is not None:
@@ -101,7 +100,7 @@ def compared(
     first = f"namespace {now.namespace.hex()} is the first of {name} in this process"
     if directory is None:
         return first
-    known = _latest(directory, kind, now.namespace, since, method)
+    known = _latest(directory, kind, now.namespace, since)
     if known is None:
         return f"{first}, and in {directory.path}"
     if known.namespace == now.namespace:
@@ -110,9 +109,7 @@ def compared(
     return "\n".join([f"compared with {known.namespace.hex()} in {directory.path}:", *lines])
 
 
-def _latest(
-    directory: CacheDirectory, kind: str, namespace: bytes, since: str, method: str
-) -> Fingerprint | None:
+def _latest(directory: CacheDirectory, kind: str, namespace: bytes, since: str) -> Fingerprint | None:
     """The fingerprint that earlier runs left for a namespace, or else for the class's last used one."""
     try:
         contents = [one for one in directory.scan() if one.segments]
@@ -123,7 +120,6 @@ def _latest(
         document = directory.fingerprint(one.namespace)
         if one.namespace == namespace.hex() and str(document.get("created")) >= since:
             continue  # written by this run
-        is_like = document.get("class") == kind and method in (*document.get("methods", [method]), "")
-        if is_like and (fingerprint := from_document(one.namespace, document)):
+        if document.get("class") == kind and (fingerprint := from_document(one.namespace, document)):
             return fingerprint
     return None

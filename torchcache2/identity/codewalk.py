@@ -41,7 +41,6 @@ from torchcache2.identity.names import (
 from torchcache2.identity.sourcecode import PACKAGES, CompiledTexts, cells_of, names_in
 
 _MISSING = object()
-NOBODY: tuple[Any, Collection[str]] = None, ()
 _ENVIRONMENT = (os.environ, os.getenv)
 # Variables that only say which rank a process is: ranks compute the same, and share rows.
 _OF_RANKS = re.compile(
@@ -116,8 +115,6 @@ class CodeWalk(Encoder):
         self.assigned: set[str] = set()  # names of all of these
         self.sources: dict[types.FunctionType, str] = {}  # of project functions
         self.uses = UseTable()
-        # The object to be encoded next, and the only attributes that are taken from it; none: any.
-        self.called = NOBODY
         self.in_hook = False  # values that hooks only write count, as others may read them
         self.origins = sourcecode.Origins()
         self.is_foreign = False  # whether the code being read is not the user's own
@@ -398,7 +395,7 @@ class CodeWalk(Encoder):
 
     def _source(self, function: types.FunctionType, method: tuple[Any, ...]) -> tuple[str, Uses]:
         """The source of a project function, and its uses of names; `method` is its name and class."""
-        source = sourcecode.function_source(function.__code__, self._texts)
+        source = sourcecode.function_source(function, self._texts)
         if source is None:  # made by `exec`, pickled in another process, or its file has been edited
             self.uses.is_dynamic = True
             source = sourcecode.compiled(function.__code__)
@@ -440,15 +437,7 @@ class CodeWalk(Encoder):
             self.cells.append((cell, value))
             read = [(value, name)] if uses is None else self.read_of(uses, name, value, name)
             for one, where in () if is_left_out else read:
-                taken = uses.only_takes(name) if uses is not None and one is value else ()
-                self.parts[f"closure {where} {owner}"] = self._taken_from(one, taken, where)
-
-    def _taken_from(self, value: Any, taken: Collection[str], path: str) -> bytes:
-        """Bytes of a value from which a function takes only these attributes, if it is a module."""
-        self.called = value, taken
-        data = self.encode(value, path)
-        self.called = NOBODY  # if the user ignores it
-        return data
+                self.parts[f"closure {where} {owner}"] = self.encode(one, where)
 
     # What code names.
 
@@ -494,8 +483,7 @@ class CodeWalk(Encoder):
             self._reads_environment |= function.__name__ != "__init__"  # its results are read
         elif not issubclass(type(inside), types.ModuleType) or self._is_read(inside, value):
             for one, where in self.read_of(uses, key, value, path):
-                taken = uses.only_takes(key) if one is value else ()
-                self.parts[f"global {where} {owner}"] = self._taken_from(one, taken, where)
+                self.parts[f"global {where} {owner}"] = self.encode(one, where)
         else:
             self.parts[f"global {path} {owner}"] = self._in_package(inside, value, path)
 

@@ -105,12 +105,6 @@ class Uses(NamedTuple):
         is_named = key.startswith(".") and key[1:] in self.others
         return {*self.reads.get(key, ()), *((_ALL,) if is_named else ())}
 
-    def only_takes(self, key: str) -> set[str]:
-        """The attributes read from a variable, if it is used for nothing else; empty if it is."""
-        names, others = self.read_of(key), {key, f"{key}[]", f"{key}.clear"}
-        is_written = not others.isdisjoint((*self.assigned, *self.added, *self.refilled, *self.collected))
-        return set() if self.is_dynamic or is_written or _ALL in names else names
-
     def only_writes(self, key: str, value: Any) -> bool:
         """Whether nothing depends on a variable or attribute, whose value is `value` now."""
         if self.is_dynamic or self.read_of(key) or (key in self.collected and key not in self.refilled):
@@ -203,7 +197,9 @@ class _Scan:
         self._outer = {n for one in nodes if isinstance(one, (ast.Global, ast.Nonlocal)) for n in one.names}
         arguments = [*function.args.posonlyargs, *function.args.args]
         self._first = arguments[0].arg if arguments else None
-        self._passes_self = bound_in(nodes).count(self._first) > 1
+        bound = [getattr(node, field, None) for node in nodes for field in ("arg", "name", "asname", "rest")]
+        bound += [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+        self._passes_self = bound.count(self._first) > 1
         if self._passes_self:
             self._first = None  # the name may stand for something else
         self._visit(function, set())
@@ -324,12 +320,6 @@ class _Scan:
 
 def _key(node: Any) -> str:
     return node.id if isinstance(node, ast.Name) else f".{unmangled(node.attr)}"
-
-
-def bound_in(nodes: list[Any]) -> list[Any]:
-    """The names that code binds as arguments or variables, and those of keywords, each as often."""
-    bound = [getattr(node, field, None) for node in nodes for field in ("arg", "name", "asname", "rest")]
-    return bound + [one.id for one in nodes if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)]
 
 
 class UseTable:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import types
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -54,18 +54,18 @@ class History:
     def __init__(self) -> None:
         self._lock = ProcessLock()
         self._before: dict[bytes, Fingerprint] = {}
-        self._last: dict[tuple[str, ...], Fingerprint] = {}  # by methods, as each may use other parts
+        self._last: Fingerprint | None = None
 
-    def add(self, before: Fingerprint, now: Fingerprint, methods: tuple[str, ...] = ()) -> None:
+    def add(self, before: Fingerprint, now: Fingerprint) -> None:
         """Record a module's new fingerprint; `before` has no parts if there was none."""
         with self._lock():
-            previous = before if before.parts else self._last.get(methods)
+            previous = before if before.parts else self._last
             if previous is not None and previous.namespace != now.namespace:
                 self._before.pop(now.namespace, None)
                 self._before[now.namespace] = previous
                 while len(self._before) > _MOST_REMEMBERED:
                     del self._before[next(iter(self._before))]
-            self._last[methods] = now
+            self._last = now
 
     def before(self, now: Fingerprint) -> Fingerprint | None:
         """The fingerprint before this one."""
@@ -92,12 +92,9 @@ class NamespaceKeeper:
         # Namespaces that may have rows of other weights, as an edit was noticed late.
         self.mistaken: list[bytes] = []
         self.ignored: list[str] = []  # paths left out by the user's `ignore`
-        self.unused: list[str] = []  # paths of parts that no called method uses
         self.arguments: set[str] = set()  # those that it may leave out
         self.walks = 0  # how often code and attributes have been read
         self.methods: set[str] = set()  # methods of an object that are called from outside
-        self.called: tuple[str, ...] = ()  # those whose namespace this is
-        self.peers: Collection[NamespaceKeeper] = ()  # of other methods of the object
         self.lazies: list[Lazy] = []  # lazily loaded modules
         self.beside: dict[str, bytes] = {}  # parts that are not the module's, such as of samples
         self.texts: dict[str, str] = {}  # and their texts
@@ -187,8 +184,7 @@ class NamespaceKeeper:
                 if guard is not None and guard.same(module) and guard.contents_same():
                     return _told(found)
                 containers = {} if guard is None else guard.changed_containers()
-                for one in {self, *self.peers}:
-                    one._guard = None
+                self._guard = None
                 # An assigned value may equal the old one: pruning, for example, assigns weights each time.
                 try:
                     if self.look(root).namespace == before.namespace:
@@ -209,9 +205,8 @@ class NamespaceKeeper:
 
     def distrust_tensors(self) -> None:
         """Read the tensors again next time: an optimizer may change them without their version counters."""
-        for one in {self, *self.peers}:
-            with one._lock():
-                one._tensors.forget()
+        with self._lock():
+            self._tensors.forget()
 
     def distrust_structure(self, *, large: bool) -> None:
         """Read all again next time, unless each change is noticed; with `large`, also in large containers."""
@@ -243,7 +238,6 @@ class NamespaceKeeper:
                 ignore=self._settings.ignore,
                 reads_all=self._is_argument,
                 methods=self.methods,
-                called=self.called,
             )
         except ShardedError as stop:
             self._facts, self._sharded = Facts(sharded=str(stop)), stop.part
@@ -265,7 +259,7 @@ class NamespaceKeeper:
         self._is_known = False
         self._tensors = TensorWatch(walk.tensors, self._tensors)
         self.ignored, self.unread, self.generators = sorted(walk.ignored), walk.unread, walk.generators
-        self.lazies, self._loaded, self.unused = walk.lazies, walk.loaded, walk.unused()
+        self.lazies, self._loaded = walk.lazies, walk.loaded
         for lazy in self.lazies:
             lazy.watchers.add(self)
         parts = [part for part, _, _ in walk.modules if isinstance(part, nn.Module)]
@@ -280,10 +274,7 @@ class NamespaceKeeper:
     def _tell_of(self, walk: Walk) -> None:
         """Tell of what a walk has left out or could not read."""
         matched = self.arguments.union(*walk.ignored.values())
-        inside = tuple(f"{path}." for path in self.unused)  # these need no name
         for text in walk.ignore.keys() - matched:
-            if f"{text}.".startswith(inside):
-                continue
             self._tell(
                 logger.warning,
                 f"ignore={text!r} matches nothing that the key covers: the names of "
@@ -330,7 +321,7 @@ class NamespaceKeeper:
         self._namespaces = [*self._namespaces[-_MOST_REMEMBERED:], fingerprint.namespace]
         if fingerprint.namespace != self.fingerprint.namespace:
             logger.info("%s: namespace %s", self.name, fingerprint.namespace.hex())
-            self.history.add(self.fingerprint, fingerprint, self.called)
+            self.history.add(self.fingerprint, fingerprint)
         self.fingerprint = fingerprint
         self._is_known = True
 

@@ -132,12 +132,13 @@ def file_digest(path: str) -> str:
         return ""
 
 
-def function_source(code: types.CodeType, texts: CompiledTexts) -> str | None:
-    """Source of a function's code without decorators and indentation; None if unavailable.
+def function_source(function: types.FunctionType, texts: CompiledTexts) -> str | None:
+    """Source of a function without decorators and indentation; None if unavailable.
 
-    For a lambda, just the lambda, if its line has no other. The source must compile to this code, since
-    its file may have been edited after the import.
+    For a lambda, just the lambda, if its line has no other. The source must compile to the function's code,
+    since its file may have been edited after the import.
     """
+    code = function.__code__
     linecache.checkcache(code.co_filename)
     try:
         lines, start = inspect.findsource(code)

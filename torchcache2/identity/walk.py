@@ -43,7 +43,7 @@ from torchcache2.core.settings import CacheSettings
 from torchcache2.core.sizes import is_out_of_memory
 from torchcache2.core.values import attributes
 from torchcache2.identity import libraries, marks
-from torchcache2.identity.codewalk import NOBODY, CodeWalk
+from torchcache2.identity.codewalk import CodeWalk
 from torchcache2.identity.encoding import (
     CONTAINERS,
     INNER,
@@ -64,7 +64,6 @@ from torchcache2.identity.fingerprint import Fingerprint
 from torchcache2.identity.guard import MUTABLE, alike, content
 from torchcache2.identity.libraries import ShardedError, sharding
 from torchcache2.identity.names import is_plain, unmangled
-from torchcache2.identity.reach import UNNAMED, unused_parts
 from torchcache2.identity.sourcecode import HEAP_TYPE, CompiledTexts
 
 _FORMAT = 3
@@ -142,8 +141,7 @@ class Walk(CodeWalk):
 
     A nested walk gets the outer walk's `labels`, by id. Ends with a `ShardedError` at a sharded module. With
     `reads_all`, even attributes that no code reads count. `methods` are the called methods of an object:
-    unless they are just a module's forward, all of its methods count; parts that those among them that are
-    `called` do not use are left out. The `settings` name the folder with
+    unless they are just a module's forward, all of its methods count. The `settings` name the folder with
     remembered digests of files. A path in `places` counts as its number.
     """
 
@@ -160,7 +158,6 @@ class Walk(CodeWalk):
         reads_all: bool = False,
         ignore: Iterable[str] = (),
         methods: Collection[str] = (),
-        called: Collection[str] = (),
         places: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__(tokens, texts, ignore)
@@ -191,9 +188,6 @@ class Walk(CodeWalk):
         self._notes: dict[str, Any] = {}  # plain values inside of objects, by path
         self._noted: set[int] = set()
         self._kept: dict[int, Any] = {}  # by id, functions whose results were read, and those that count
-        # By id, modules with their parts that no called method uses, by kind and name.
-        self._unused: dict[int, tuple[nn.Module, str, dict[tuple[str, str], Any]]] = {}
-        self.called = (root, called)
         self._read(root)
 
     def _read(self, root: Any) -> None:
@@ -204,7 +198,7 @@ class Walk(CodeWalk):
             for number, hook in enumerate(hooks.values()):
                 self.parts[f"hook (global) {number}"] = self.encode(hook, f"global hook {number}")
         self.write_replaced()
-        while self.write_all() or self._read_fields() or self._read_memos() or self._read_unused():
+        while self.write_all() or self._read_fields() or self._read_memos():
             pass
         self._close_fields()
         self.watch_all()
@@ -463,26 +457,17 @@ class Walk(CodeWalk):
 
     def module(self, module: Any, path: str) -> bytes:
         """Write a module, or a root read like one; returns the label of its part."""
-        called = (self.called[0] is module and self.called[1]) or None
-        self.called = NOBODY
         if id(module) in self._labels:
-            self._use(module, called)
             return self._labels[id(module)]
         label = self.label(module, f"module {path}")
         if isinstance(module, nn.Module) and (text := sharding(module)) is not None:
             raise ShardedError(module, text)
         with self.inside(type(module)):
             # Labels are unique, so this path is unique too.
-            self._new_module(module, label.decode(), label.decode().removeprefix("module "), called)
+            self._new_module(module, label.decode(), label.decode().removeprefix("module "))
         return label
 
-    def inside_itself(self, value: Any, path: str) -> bytes:
-        """How many levels up an object is that is being read; of a module, all may be used."""
-        self.called = NOBODY
-        self._use(value, None)
-        return super().inside_itself(value, path)
-
-    def _new_module(self, module: Any, label: str, path: str, called: Collection[str] | None) -> None:
+    def _new_module(self, module: Any, label: str, path: str) -> None:
         kind, own = type(module), vars(module)
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError(f"{path or 'it'} is a module of torch.jit, whose changes cannot be noticed")
@@ -492,18 +477,13 @@ class Walk(CodeWalk):
             self._hooks(module, where)
         children: dict[str, Any] = {}
         if isinstance(module, nn.Module):
-            tensors = [*private.parameters_of(module).items(), *private.buffers_of(module).items()]
+            for name, tensor in [*private.parameters_of(module).items(), *private.buffers_of(module).items()]:
+                if tensor is not None and not self.ignores(tensor, f"{where}{name}"):
+                    self.parts[f"tensor {where}{name}"] = self.encode(tensor, f"{where}{name}")
             children = self.without_ignored(private.children_of(module), where)
-            tensors = [(name, one) for name, one in tensors if one is not None]
-            found = [("tensor", name, one) for name, one in tensors if not self.ignores(one, where + name)]
-            found += [("child", *item) for item in children.items()]
-            unused = self._unused_by(module, called)
-            left = {(what, name): one for what, name, one in found if name in unused}
-            self._unused[id(module)] = module, where, left
-            for what, name, one in found:
-                if name not in unused:
-                    self._part(what, where + name, one)
-            children = {name: one for name, one in children.items() if name not in unused}
+        for name, child in children.items():
+            if child is not None:
+                self.parts[f"child {where}{name}"] = self.module(child, f"{where}{name}")
         if isinstance(module, torch.fx.GraphModule):
             self.uses.is_dynamic = True  # generated code may read any attribute
             _ = module.code  # a lazy graph generates its class's code at the first read
@@ -535,51 +515,6 @@ class Walk(CodeWalk):
             self._hooks(module, where)
             if self.uses.root is None:  # they run outside of the forward: what they collect is irrelevant
                 self.containers = containers
-
-    def _part(self, what: str, path: str, value: Any) -> None:
-        """Write a submodule, parameter or buffer of a module."""
-        if value is not None:
-            write = self.module if what == "child" else self.encode
-            self.parts[f"{what} {path}"] = write(value, path)
-
-    def _unused_by(self, module: nn.Module, called: Collection[str] | None) -> set[str]:
-        """The parts that methods do not use; None: it may be used in any way."""
-        if called is None or any(name.startswith(_COMPILED) for name in vars(module)):
-            return set()
-        return unused_parts(module, called, self._texts)
-
-    def _use(self, module: Any, called: Collection[str] | None) -> bool:
-        """Write what these methods use of the parts left out so far; returns whether there was any."""
-        known, where, left = self._unused.get(id(module), (None, "", {}))
-        if known is None or not left:
-            return False
-        unused = self._unused_by(known, called)
-        used = [key for key in left if key[1] not in unused]
-        with self.inside(type(module)):
-            for key in used:
-                if key in left:  # else reading another has led back here
-                    self._part(key[0], where + key[1], left.pop(key))
-        return used != []
-
-    def _read_unused(self) -> bool:
-        """Write the parts left out so far if unknown code may use them; returns whether there were any.
-
-        Also those that share memory with others: an edit of one does not move the counter of the other.
-        """
-        waiting = [(module, [*left.values()]) for module, _, left in self._unused.values() if left]
-        if not waiting:
-            return False
-        is_unknown = self.unread != [] or not UNNAMED.isdisjoint(self._taken_names)
-        known = set() if is_unknown else set(map(_memory, self.tensors.values())) - {0}
-        return any(
-            self._use(module, None)
-            for module, parts in waiting
-            if is_unknown or not known.isdisjoint(map(_memory, chain.from_iterable(map(_weights, parts))))
-        )
-
-    def unused(self) -> list[str]:
-        """The paths of the parts that are left out, as no called method uses them."""
-        return sorted(f"{where}{name}" for _, where, left in self._unused.values() for _, name in left)
 
     def _hooks(self, module: nn.Module, where: str) -> None:
         before, self.in_hook = self.in_hook, bool(where) or self.uses.root is not None
@@ -701,18 +636,6 @@ def _class_alone(walk: Walk, value: Any, path: str) -> bytes:
 def _function(walk: Walk, value: types.FunctionType, path: str) -> bytes:
     compiled = vars(value).get(private.COMPILED_FROM)
     return walk.function(value, path) if compiled is None else walk.encode(compiled, path)
-
-
-def _weights(part: Any) -> Iterable[Tensor]:
-    return [part] if isinstance(part, Tensor) else libraries.weights_of(part)
-
-
-def _memory(tensor: Tensor) -> int | None:
-    """The address of a tensor's memory; None if unknown."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except Exception:  # it is not dense, or not initialised
-        return None
 
 
 def _builtin(walk: Walk, value: Any, path: str) -> bytes:
