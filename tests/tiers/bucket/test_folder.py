@@ -161,7 +161,7 @@ def test_the_budget_holds_over_all_readers(place, make, local):
 
 
 READ = """
-import sys
+import sys, threading
 from tests.helpers.remote import reader
 from tests.helpers.storage import NAMESPACES, found, segments, wait_until
 from tests.tiers.bucket.test_folder import ALL, WIDTH, names_of
@@ -173,7 +173,7 @@ if kills == "True":
     def begin(self, names):
         if kept := begun(self, names):  # which holds the lock of what it has begun
             print("begun", flush=True)
-            sys.stdin.read()
+            threading.Event().wait()  # until it is killed
     folder.BucketFolder._begun = begin
 tier = reader(Bucket.of(url), local, budget=int(budget), writes=True, uploads=False)
 assert found(tier, names_of(9), WIDTH) == []
