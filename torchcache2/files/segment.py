@@ -37,7 +37,7 @@ from torchcache2.files.layout import (
 
 _LEAST_SAVED = 0.1  # a codec that saves less is not worth its time
 _HOPELESS = 0.98  # if a sample does not shrink below this share, do not try the rest
-_PRIME = 7919
+_PRIME = 7919  # spreads the rows of a sample
 _SAMPLES = 32
 _SLICE = 1 << 16  # bytes of each leaf
 _LARGE = 2 * _SAMPLES * _SLICE
@@ -195,7 +195,7 @@ def _joined(parts: Sequence[Sequence[Bytes2D]]) -> list[Bytes]:
 def _compressed(
     pieces: Sequence[Sequence[Bytes2D]], per_block: int, codec: Codec, schema: Schema
 ) -> list[Sequence[Piece]] | None:
-    """The compressed blocks; None if compression, judged by an evenly spread sample first, does not pay."""
+    """The compressed blocks; None if compression, judged by a sample first, does not pay."""
     lanes = [lane(leaf.stored) for leaf in schema.leaves]
     before = sum(column.nbytes for columns in pieces for column in columns)
     if codec.name == "none" or not before:
@@ -226,7 +226,8 @@ def _sample(pieces: Sequence[Sequence[Bytes2D]], per_block: int) -> list[list[By
     step = per_block if size > _SLICE else 1
     places = [(columns, row) for columns in pieces for row in range(0, len(columns[0]), step)]
     apart = max(1, len(places) // _SAMPLES)
-    firsts = range(0, len(places) - apart + 1, apart)  # and a bit later, as rows may recur in the same rhythm
+    # Not at even steps: every seventh row may be like no other, and then the sample would have these alone.
+    firsts = range(0, len(places) - apart + 1, apart)
     places = [places[first + number * _PRIME % apart] for number, first in enumerate(firsts)]
     each = max(1, _SAMPLES // len(places)) if size > _SLICE else 1
     found = []

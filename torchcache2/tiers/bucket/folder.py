@@ -296,7 +296,7 @@ class BucketFolder(FileSystem):
                 return False
             if (error := self._objects.download(name, temporary, size)) is not None:
                 raise error
-            head = self._fs.read_file(path + HEAD, _MOST_HEAD)  # not there if it was dropped meanwhile
+            head = self._fs.read_file(path + HEAD, _MOST_HEAD)
             there = self._fs.edit(temporary)
             if self._fs.size(there) != size:
                 raise DamagedError(f"it has {self._fs.size(there)} bytes, not {size}")
@@ -306,7 +306,8 @@ class BucketFolder(FileSystem):
         except AwayError:
             pass
         except (DamagedError, OSError) as error:
-            self._failed(name, error)
+            if self._fs.is_file(path + HEAD):  # else the rows, or all of the folder, were dropped meanwhile
+                self._failed(name, error)
         finally:
             with contextlib.suppress(OSError):
                 self._fs.remove(temporary)

@@ -62,7 +62,7 @@ class Mirror:
     budget : int
         Most bytes of the folder; uploads do not depend on it.
     flush_first : callable, optional
-        Seals unsealed rows; called when the process ends.
+        Writes rows that wait; called when the process ends.
     uploads : bool or None
         Whether to upload; False: download only; None: neither, so this does nothing.
     temporary : bool

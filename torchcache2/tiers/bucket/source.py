@@ -198,7 +198,7 @@ class BucketSource:
     uploads : bool or None
         Whether to upload segments written to the folder; None: also download nothing but what is read.
     flush_first : callable, optional
-        Seals unsealed rows; called when the process ends.
+        Writes rows that wait; called when the process ends.
     temporary : bool
         Whether the folder is deleted when this is closed.
 
